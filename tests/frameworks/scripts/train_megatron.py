@@ -223,11 +223,12 @@ def elastic(run):
         with (FOLDER / f"told-{run.rank}.txt").open("a") as file:
             file.write(json.dumps([step, found, value]) + "\n")
     training.gather()
-    lines = dict((step, (found, value)) for step, found, value in map(json.loads, (FOLDER / f"told-{run.rank}.txt").read_text().splitlines()))
-    told = []
-    for step in range(GIVEN["steps"]):
-        found, value = lines[step]
-        told.append({"grad_norm": found["grad_norm"], "skipped": found["skipped"]} | ({} if value is None else {"evaluation": value}))
+    lines = [json.loads(line) for line in (FOLDER / f"told-{run.rank}.txt").read_text().splitlines()]
+    told = {}  # a process that takes the rank over goes through the last turn again
+    for step, found, value in lines:
+        evaluated = {} if value is None else {"evaluation": value}
+        told[step] = {"grad_norm": found["grad_norm"], "skipped": found["skipped"]} | evaluated
+    told = [told[step] for step in sorted(told)]
     write(model, optimizer, told)
 
 
