@@ -85,7 +85,7 @@ FLOORS = {
         "integrity",
         "loop",
     ],
-    "rackrun.frameworks": [f"{TOP} accelerate", "hf"],
+    "rackrun.frameworks": [f"{TOP} accelerate megatron", "hf"],
     "rackrun.launch": [f"{TOP} options", "run"],
     "rackrun.ctl": ["ckpt", TOP],
     "rackrun.chaos": [

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_hf_*.py"]
+_TESTS = {"transformers": "test_hf_*.py", "megatron": "test_megatron_*.py"}
+collect_ignore_glob = [tests for package, tests in _TESTS.items() if importlib.util.find_spec(package) is None]

@@ -16,7 +16,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rackrun.errors import UsageError
 
-__all__ = ["inner_optimizers", "refuse_model", "refuse_optimizer", "refuse_random_numbers", "refuse_sizes", "refuse_version"]
+__all__ = [
+    "inner_optimizers",
+    "refuse_model",
+    "refuse_optimizer",
+    "refuse_random_numbers",
+    "refuse_sizes",
+    "refuse_version",
+]
 
 TESTED = "0.16."
 """The beginning of the versions of megatron-core that are tested."""
@@ -93,7 +100,9 @@ def refuse_model(chunks: Sequence[Any]) -> None:
 def refuse_optimizer(optimizer: Any) -> None:
     """Raise `UsageError` for optimizers, or settings of them, that are not supported."""
     for one in inner_optimizers(optimizer):
-        if type(one) not in _KINDS or (one.optimizer is not None and not isinstance(one.optimizer, torch.optim.Optimizer)):
+        if type(one) not in _KINDS or (
+            one.optimizer is not None and not isinstance(one.optimizer, torch.optim.Optimizer)
+        ):
             names = ", ".join(kind.__name__ for kind in _KINDS)
             raise UsageError(
                 f"rackrun.megatron.track was given a {type(one).__name__}, which is not supported.",

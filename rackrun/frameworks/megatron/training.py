@@ -109,7 +109,7 @@ class Training:
         """
         self.begin(step)
         get_forward_backward_func()(
-            forward_step_func=self._weighted(step, forward_step),
+            forward_step_func=self.weighted(step, forward_step),
             data_iterator=iter(loader),
             model=self._chunks,
             num_microbatches=len(loader),
@@ -121,6 +121,24 @@ class Training:
             self._scheduler.step(increment=step.batch_size)
         norm = norm.item() if isinstance(norm, torch.Tensor) else norm
         return {"loss": step.loss, "grad_norm": norm, "skipped": not updated}
+
+    def weighted(self, step: Step, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_step`` so that the step knows its losses, for a step function that calls Megatron's schedule
+        itself. Megatron divides them by the micro-batches of this rank, and gradients by the data-parallel ranks."""
+
+        def forward(iterator: Any, model: Any, *more: Any) -> tuple[Any, Callable[..., Any]]:
+            output, loss_of = forward_step(iterator, model, *more)
+            weight = step.weight
+
+            def reported(*args: Any, **kwargs: Any) -> Any:
+                found = loss_of(*args, **kwargs)
+                loss = found[0].detach() if len(found) == 2 else found[0].detach() / found[1].clamp(min=1)
+                step.scale(loss, weight=weight)
+                return found
+
+            return output, reported
+
+        return forward
 
     def gather(self) -> None:
         """Make the model's parameters whole on every rank. Collective: for a phase, or for the code after the loop.
@@ -177,21 +195,3 @@ class Training:
         updated = self._step_optimizer()
         self._gathered_in = None
         return updated
-
-    def _weighted(self, step: Step, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward_step`` with a loss that the step knows of. Megatron itself divides it by the micro-batches of
-        this rank, and gradients by the data-parallel ranks."""
-
-        def forward(iterator: Any, model: Any, *more: Any) -> tuple[Any, Callable[..., Any]]:
-            output, loss_of = forward_step(iterator, model, *more)
-            weight = step.weight
-
-            def reported(*args: Any, **kwargs: Any) -> Any:
-                found = loss_of(*args, **kwargs)
-                loss = found[0].detach() if len(found) == 2 else found[0].detach() / found[1].clamp(min=1)
-                step.scale(loss, weight=weight)
-                return found
-
-            return output, reported
-
-        return forward

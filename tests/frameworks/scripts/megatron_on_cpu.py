@@ -9,7 +9,19 @@ import functools
 import torch
 
 _CPU = torch.device("cpu")
-_CREATE = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like")
+_CREATE = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+)
 
 
 def _on_cpu(function):

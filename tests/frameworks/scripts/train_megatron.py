@@ -12,7 +12,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import megatron_on_cpu
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as optimizers
@@ -157,7 +156,7 @@ def stock():
         samples = torch.stack([data[index] for index in range(first, first + mine)])
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = get_forward_backward_func()(
+        get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(samples.split(MICRO)),
             model=[model],
@@ -204,14 +203,13 @@ def elastic(run):
         strike.step = int(step)
         training.begin(step)
         get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=training.weighted(step, forward_step),
             data_iterator=iter(data),
             model=[model],
             num_microbatches=len(data),
             seq_length=LENGTH,
             micro_batch_size=MICRO,
         )
-        step.weight
         updated, norm, _ = optimizer.step()
         if updated:
             scheduler.step(increment=step.batch_size)
@@ -219,7 +217,9 @@ def elastic(run):
 
     for step in run.steps(GIVEN["steps"], phases=True):
         found = (by_hand if GIVEN["by_hand"] else train_step)(step)
-        value = run.phase(partial(evaluate, model)) if GIVEN["evaluate"] and (step + 1) % GIVEN["evaluate"] == 0 else None
+        value = (
+            run.phase(partial(evaluate, model)) if GIVEN["evaluate"] and (step + 1) % GIVEN["evaluate"] == 0 else None
+        )
         with (FOLDER / f"told-{run.rank}.txt").open("a") as file:
             file.write(json.dumps([step, found, value]) + "\n")
     training.gather()
