@@ -45,7 +45,7 @@ def model(config: Mapping[str, Any] = {}, **ddp: Any) -> list[Any]:
     return [chunk]
 
 
-def optimizer(kind: type, inner: Any = None, **config: Any) -> Any:
+def optimizer(kind: Any, inner: Any = None, **config: Any) -> Any:
     made = kind.__new__(kind)
     made.optimizer, made.config, made.is_stub_optimizer = inner, OptimizerConfig(**config), inner is None
     return made
@@ -129,7 +129,8 @@ def test_a_script_that_uses_it_otherwise_is_refused(misuse: str, said: str, run_
 
 def test_the_module_of_main_parameters_has_what_the_optimizer_trains() -> None:
     half, single = torch.zeros(2), nn.Parameter(torch.ones(3))
-    inner = torch.optim.SGD([{"params": [half]}, {"params": [single], "lr": 0.1}])
+    groups: list[dict[str, Any]] = [{"params": [half]}, {"params": [single], "lr": 0.1}]
+    inner = torch.optim.SGD(groups)
     main = MainParameters(optimizer(FP32Optimizer, inner))
     assert [name for name, _ in main.named_parameters()] == ["group0_0", "group1_0"]
     assert [id(one) for one in main.parameters()] == [id(half), id(single)]
@@ -148,12 +149,13 @@ def test_shards_of_fp32_parameters_are_views_that_autograd_does_not_know() -> No
     assert trained is inner.param_groups[0]["params"][0] is made.shard_fp32_groups[0][0]
     assert trained.is_leaf
     assert trained.data_ptr() == shard.data_ptr()
-    assert trained.shared  # type: ignore[attr-defined]
+    assert trained.shared
     assert list(inner.state) == [trained]
 
 
 def test_other_state_comes_back_as_it_was() -> None:
-    chunk, scheduler = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), SimpleNamespace(num_steps=8)
+    chunk: Any = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    scheduler = SimpleNamespace(num_steps=8)
     chunk[1].weight.requires_grad_(False)
     scaler = SimpleNamespace(_scale=torch.tensor([4.0]), _growth_tracker=1, _hysteresis_tracker=2)
     scaler.state_dict = lambda: {

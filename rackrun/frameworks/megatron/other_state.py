@@ -23,11 +23,12 @@ class OtherState:
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any, loaded: Callable[[], None]) -> None:
         self._chunks, self._optimizer, self._scheduler, self._loaded = chunks, optimizer, scheduler, loaded
+        self._model = [_Untrained(chunk) for chunk in chunks]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and dictionaries. The tensors are the objects in use, not copies."""
         return {
-            "model": [_untrained(chunk) for chunk in self._chunks],
+            "model": [model.tensors() for model in self._model],
             "training": [chunk.training for chunk in self._chunks],
             "scalers": [scaler.state_dict() for scaler in self._scalers()],
             "schedule": self._scheduler.num_steps if self._scheduler is not None else 0,
@@ -37,8 +38,8 @@ class OtherState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put what `state_dict` returned in place."""
         with torch.no_grad():
-            for chunk, tensors in zip(self._chunks, state["model"], strict=True):
-                for name, tensor in _untrained(chunk).items():
+            for model, tensors in zip(self._model, state["model"], strict=True):
+                for name, tensor in model.tensors().items():
                     tensor.copy_(tensors[name])
         for chunk, training in zip(self._chunks, state["training"], strict=True):
             if chunk.training != training:
@@ -58,7 +59,19 @@ class OtherState:
         return [scaler for scaler in scalers if scaler is not None]
 
 
-def _untrained(chunk: Any) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model chunk and its parameters that are frozen, by name."""
-    frozen = {name: one.detach() for name, one in chunk.named_parameters() if not one.requires_grad}
-    return frozen | dict(chunk.named_buffers())
+class _Untrained:
+    """The buffers of a model chunk and its parameters that are frozen, found once: a walk through a large model takes
+    as long as some kernels."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._frozen = {name: one.detach() for name, one in chunk.named_parameters() if not one.requires_grad}
+        self._buffers = [
+            (f"{path}.{key}", module._buffers, key)
+            for path, module in chunk.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return them by name, as the objects in use."""
+        return self._frozen | {name: buffers[key] for name, buffers, key in self._buffers}

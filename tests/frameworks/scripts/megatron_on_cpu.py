@@ -4,6 +4,7 @@ What Megatron creates on "cuda" is created on the CPU, ``tensor.type()`` says ``
 that of the CPU's.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -43,6 +44,11 @@ def _typed(type_of):
     return named
 
 
+class _Stream:
+    def wait_stream(self, other):
+        """There is one queue of work, which is done in order."""
+
+
 def install():
     for name in _CREATE:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -50,6 +56,8 @@ def install():
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.Stream = torch.cuda.default_stream = lambda *_, **__: _Stream()
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.manual_seed = torch.manual_seed

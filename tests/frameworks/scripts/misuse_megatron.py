@@ -2,6 +2,7 @@
 
 import sys
 
+import megatron_on_cpu  # noqa: F401 - before Megatron is imported
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

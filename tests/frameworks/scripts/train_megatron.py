@@ -1,8 +1,10 @@
 """Trains a small GPT of Megatron-Core: the weights, losses and norms of each rank go to a file.
 
-``train_megatron.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock`` (Megatron alone), ``elastic``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the
-job; "": nobody. ARGUMENTS, as JSON: ``tp``, ``distributed`` (the optimizer), ``bits`` (32, 16 for bf16), ``overlap``, ``dropout``, ``fp16``, ``steps``,
-``evaluate`` (after every so many steps), ``by_hand`` (a step function that calls Megatron itself).
+``train_megatron.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock`` (Megatron alone), ``elastic``. KILL:
+``STEP:RANK:SIGNAL:WHERE``, once for the job; "": nobody. ARGUMENTS, as JSON: ``tp``, ``distributed`` (the optimizer),
+``instances`` (of it), ``bits`` (32, 16 for bf16), ``fp16``, ``overlap``, ``sequence`` (parallel), ``dropout``, ``tokens``
+(loss per token), ``steps``, ``evaluate`` (after every so many steps), ``by_hand`` (a step function that calls Megatron
+itself).
 """
 
 import json
@@ -12,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import megatron_on_cpu  # noqa: F401 - before Megatron is imported
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as optimizers
@@ -30,8 +33,9 @@ import rackrun
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 GIVEN = {"tp": 1, "distributed": False, "bits": 32, "overlap": False, "dropout": 0.0, "fp16": False, "steps": 6}
-GIVEN |= {"evaluate": 0, "by_hand": False, "instances": 1} | json.loads(sys.argv[4])
+GIVEN |= {"evaluate": 0, "by_hand": False, "instances": 1, "sequence": False, "tokens": False} | json.loads(sys.argv[4])
 BATCH, MICRO, LENGTH, WORDS, SEED = 8, 2, 8, 64, 7
+SIZES = {"tensor_model_parallel_size": GIVEN["tp"], "num_distributed_optimizer_instances": GIVEN["instances"]}
 DTYPE = torch.float16 if GIVEN["fp16"] else torch.bfloat16 if GIVEN["bits"] == 16 else torch.float32
 
 
@@ -72,6 +76,9 @@ def build():
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        tensor_model_parallel_size=GIVEN["tp"],
+        sequence_parallel=GIVEN["sequence"],
+        calculate_per_token_loss=GIVEN["tokens"],
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=WORDS, max_sequence_length=LENGTH)
     model = model if DTYPE is torch.float32 else Float16Module(config, model)
@@ -82,6 +89,7 @@ def build():
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and shards,
         bucket_size=2000,
+        num_distributed_optimizer_instances=GIVEN["instances"],
     )
     model = DistributedDataParallel(config, ddp, model)
     options = OptimizerConfig(
@@ -112,7 +120,10 @@ def forward_step(iterator, model):
     tokens, labels = words[:, :-1].contiguous(), words[:, 1:].contiguous()
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
     output = model(tokens, torch.arange(LENGTH).expand_as(tokens), mask, labels=labels)
-    return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+    if GIVEN["tokens"]:
+        count = torch.tensor(tokens.numel(), dtype=torch.int)
+        return output, lambda losses: (losses.float().sum(), count, losses.detach().float().sum() / count)
+    return output, lambda losses: (losses.float().mean(), losses.detach().float().mean())
 
 
 def evaluate(model):
@@ -147,7 +158,7 @@ def write(model, optimizer, told):
 
 def stock():
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=GIVEN["tp"])
+    parallel_state.initialize_model_parallel(**SIZES)
     model, optimizer, scheduler = build()
     place, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine, told, data = BATCH // ranks, [], Data()
@@ -156,7 +167,7 @@ def stock():
         samples = torch.stack([data[index] for index in range(first, first + mine)])
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        get_forward_backward_func()(
+        losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(samples.split(MICRO)),
             model=[model],
@@ -167,7 +178,9 @@ def stock():
         updated, norm, _ = optimizer.step()
         if updated:
             scheduler.step(increment=BATCH)
-        told.append({"grad_norm": norm, "skipped": not updated})
+        loss = sum(one.double() * (MICRO / BATCH) for one in losses)
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        told.append({"loss": loss.item(), "grad_norm": norm, "skipped": not updated})
         if GIVEN["evaluate"] and (step + 1) % GIVEN["evaluate"] == 0:
             if GIVEN["distributed"] and GIVEN["overlap"]:
                 model.start_param_sync(force_sync=True)
@@ -184,7 +197,7 @@ MESH = {"dp": -1, "tp": GIVEN["tp"]} if GIVEN["tp"] > 1 else None
 def elastic(run):
     from rackrun import megatron
 
-    megatron.initialize(run, tensor_model_parallel_size=GIVEN["tp"])
+    megatron.initialize(run, **SIZES)
     model, optimizer, scheduler = build()
     training = megatron.track(run, [model], optimizer, scheduler)
     data = run.loader(Data(), shuffle=False)
@@ -213,7 +226,7 @@ def elastic(run):
         updated, norm, _ = optimizer.step()
         if updated:
             scheduler.step(increment=step.batch_size)
-        return {"grad_norm": norm, "skipped": not updated}
+        return {"loss": step.loss, "grad_norm": norm, "skipped": not updated}
 
     for step in run.steps(GIVEN["steps"], phases=True):
         found = (by_hand if GIVEN["by_hand"] else train_step)(step)
@@ -227,7 +240,7 @@ def elastic(run):
     told = {}  # a process that takes the rank over goes through the last turn again
     for step, found, value in lines:
         evaluated = {} if value is None else {"evaluation": value}
-        told[step] = {"grad_norm": found["grad_norm"], "skipped": found["skipped"]} | evaluated
+        told[step] = found | evaluated
     told = [told[step] for step in sorted(told)]
     write(model, optimizer, told)
 
