@@ -27,7 +27,7 @@ def compare(tmp_path: Path, run_rackrun: Callable[..., Any]) -> Callable[..., No
     """Returns a function that compares Megatron alone with a job of rackrun's in which one is struck."""
 
     def compared(arguments: dict[str, Any], kill: str, *, by_hand: bool = False) -> None:
-        ranks = 2 * arguments.get("tp", 1)
+        ranks = 2 * arguments.get("tp", 1) * arguments.get("instances", 1)
         jobs = FrameworkJobs(SCRIPT, tmp_path, run_rackrun, ranks)
         same(jobs.stock(arguments), jobs.elastic({**arguments, "by_hand": by_hand}, kill), struck=bool(kill))
 
@@ -49,6 +49,16 @@ def test_a_tensor_parallel_rank_is_killed(compare: Callable[..., None]) -> None:
 @pytest.mark.parametrize("arguments", [PLAIN, SHARDED, OVERLAPPED, {"bits": 16, "overlap": True}], ids=str)
 def test_one_is_lost_at_another_moment(arguments: dict[str, Any], kill: str, compare: Callable[..., None]) -> None:
     compare(arguments, kill)
+
+
+@pytest.mark.stories
+def test_a_shard_of_two_optimizer_instances_comes_from_its_replica(compare: Callable[..., None]) -> None:
+    compare({**SHARDED, "instances": 2}, "3:2:KILL:norm")
+
+
+@pytest.mark.stories
+def test_a_loss_per_token(compare: Callable[..., None]) -> None:
+    compare({**SHARDED, "tokens": True}, "3:1:KILL:norm")
 
 
 @pytest.mark.stories

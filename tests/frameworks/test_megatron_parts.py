@@ -84,7 +84,7 @@ def test_parallelism_that_was_not_tried_is_refused(sizes: dict[str, Any], named:
         (model(check_for_large_grads=True), "check_for_large_grads=True"),
         (model({"fp8": "hybrid"}), "fp8"),
         (model({"cuda_graph_impl": "local"}), "CUDA graphs"),
-        (model({"timers": object()}), "config.timers"),
+        (model({"timers": object()}), "timers=..."),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused(chunks: list[Any], named: str) -> None:
@@ -100,6 +100,7 @@ def test_a_model_that_is_not_supported_is_refused(chunks: list[Any], named: str)
         (optimizer(DistributedOptimizer, inner=SimpleNamespace()), "was given a DistributedOptimizer"),
         (optimizer(FP32Optimizer, optimizer_cpu_offload=True), "optimizer_cpu_offload"),
         (optimizer(FP32Optimizer, overlap_param_gather_with_optimizer_step=True), "between two parts"),
+        (optimizer(FP32Optimizer, timers=lambda *_: None), "timers=..."),
     ],
 )
 def test_an_optimizer_that_is_not_supported_is_refused(one: Any, named: str) -> None:

@@ -89,9 +89,7 @@ def refuse_model(chunks: Sequence[Any]) -> None:
     for name in ("fp8", "fp4"):
         if getattr(config, name, None):
             raise _refused(f"TransformerConfig({name}=...)", f"what {name} keeps of older steps is not tracked", name)
-    if config.timers is not None:
-        what = "a step that is left in the middle leaves them running, and Megatron then refuses to start them"
-        raise _refused("Megatron's timers (config.timers)", what, "config.timers")
+    _refuse_timers(config)
     if getattr(config, "cuda_graph_impl", "none") not in {None, "none"} or getattr(config, "enable_cuda_graph", False):
         what = "a captured collective would be replayed on a communicator that a failure has replaced"
         raise _refused("CUDA graphs", what, "cuda_graph_impl")
@@ -111,6 +109,7 @@ def refuse_optimizer(optimizer: Any) -> None:
         for name, what in _OF_OPTIMIZER.items():
             if getattr(one.config, name, False):
                 raise _refused(f"OptimizerConfig({name}=True)", what, name)
+        _refuse_timers(one.config)
 
 
 def refuse_random_numbers() -> None:
@@ -132,6 +131,12 @@ def refuse_random_numbers() -> None:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers in a ``ChainedOptimizer``, or ``optimizer`` itself."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _refuse_timers(config: Any) -> None:
+    if getattr(config, "timers", None) is not None:
+        what = "a step that is left in the middle leaves them running, and Megatron then refuses to start them"
+        raise _refused(f"{type(config).__name__}(timers=...)", what, "timers")
 
 
 def _refused(setting: str, what: str, name: str) -> UsageError:

@@ -2,7 +2,7 @@
 
 ``train_megatron.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock`` (Megatron alone), ``elastic``. KILL:
 ``STEP:RANK:SIGNAL:WHERE``, once for the job; "": nobody. ARGUMENTS, as JSON: ``tp``, ``distributed`` (the optimizer),
-``instances`` (of it), ``bits`` (32, 16 for bf16), ``fp16``, ``overlap``, ``sequence`` (parallel), ``dropout``, ``tokens``
+``instances`` (of it), ``bits`` (32, 16 for bf16), ``fp16``, ``overlap``, ``dropout``, ``tokens``
 (loss per token), ``steps``, ``evaluate`` (after every so many steps), ``by_hand`` (a step function that calls Megatron
 itself).
 """
@@ -33,7 +33,7 @@ import rackrun
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 GIVEN = {"tp": 1, "distributed": False, "bits": 32, "overlap": False, "dropout": 0.0, "fp16": False, "steps": 6}
-GIVEN |= {"evaluate": 0, "by_hand": False, "instances": 1, "sequence": False, "tokens": False} | json.loads(sys.argv[4])
+GIVEN |= {"evaluate": 0, "by_hand": False, "instances": 1, "tokens": False} | json.loads(sys.argv[4])
 BATCH, MICRO, LENGTH, WORDS, SEED = 8, 2, 8, 64, 7
 SIZES = {"tensor_model_parallel_size": GIVEN["tp"], "num_distributed_optimizer_instances": GIVEN["instances"]}
 DTYPE = torch.float16 if GIVEN["fp16"] else torch.bfloat16 if GIVEN["bits"] == 16 else torch.float32
@@ -77,7 +77,6 @@ def build():
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         tensor_model_parallel_size=GIVEN["tp"],
-        sequence_parallel=GIVEN["sequence"],
         calculate_per_token_loss=GIVEN["tokens"],
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=WORDS, max_sequence_length=LENGTH)
