@@ -77,6 +77,17 @@ def test_phases_find_the_model_s_parameters_whole(
 
 
 @pytest.mark.stories
+def test_who_takes_rank_0_over_is_lost_while_it_enters_main_again(
+    tmp_path: Path, run_rackrun: Callable[..., Any]
+) -> None:
+    jobs = FrameworkJobs(SCRIPT, tmp_path, run_rackrun)
+    two_spares = ["--nproc-per-node", 4, "--spares", 2]
+    found = jobs.elastic(SHARDED, "3:0:KILL:norm,2:0:KILL:entry", options=two_spares)
+    assert list(tmp_path.glob("*/struck-1"))
+    same(jobs.stock(SHARDED), found, struck=True)
+
+
+@pytest.mark.stories
 @pytest.mark.parametrize("kill", ["3:0:STOP:norm", "4:1:KILL:applied"])
 def test_a_step_function_that_calls_megatron_itself(kill: str, compare: Callable[..., None]) -> None:
     compare(SHARDED, kill, by_hand=True)

@@ -1,7 +1,8 @@
 """Trains a small GPT of Megatron-Core: the weights, losses and norms of each rank go to a file.
 
 ``train_megatron.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock`` (Megatron alone), ``elastic``. KILL:
-``STEP:RANK:SIGNAL:WHERE``, once for the job; "": nobody. ARGUMENTS, as JSON: ``tp``, ``distributed`` (the optimizer),
+``STEP:RANK:SIGNAL:WHERE``, once for the job, or several with commas between; "": nobody. At ``entry`` STEP counts how
+often the process has entered ``main``. ARGUMENTS, as JSON: ``tp``, ``distributed`` (the optimizer),
 ``instances`` (of it), ``bits`` (32, 16 for bf16), ``fp16``, ``overlap``, ``dropout``, ``tokens``
 (loss per token), ``steps``, ``evaluate`` (after every so many steps), ``by_hand`` (a step function that calls Megatron
 itself).
@@ -40,16 +41,15 @@ DTYPE = torch.float16 if GIVEN["fp16"] else torch.bfloat16 if GIVEN["bits"] == 1
 
 
 def strike(where):
-    if not KILL:
-        return
-    step, rank, number, place = KILL.split(":")
-    struck = FOLDER / "struck"
-    if (place, int(step), int(rank)) == (where, strike.step, dist.get_rank()) and not struck.exists():
-        struck.touch()
-        os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+    for number, kill in enumerate(KILL.split(",") if KILL else ()):
+        step, rank, signalled, place = kill.split(":")
+        struck = FOLDER / ("struck" if not number else f"struck-{number}")
+        if (place, int(step), int(rank)) == (where, strike.step, dist.get_rank()) and not struck.exists():
+            struck.touch()
+            os.kill(os.getpid(), getattr(signal, f"SIG{signalled}"))
 
 
-strike.step = 0
+strike.step = strike.entries = 0
 
 
 class Data(torch.utils.data.Dataset):
@@ -197,6 +197,9 @@ def elastic(run):
     from rackrun import megatron
 
     megatron.initialize(run, **SIZES)
+    strike.entries += 1
+    strike.step = strike.entries
+    strike("entry")
     model, optimizer, scheduler = build()
     training = megatron.track(run, [model], optimizer, scheduler)
     data = run.loader(Data(), shuffle=False)
