@@ -83,6 +83,7 @@ def test_parallelism_that_was_not_tried_is_refused(sizes: dict[str, Any], named:
         (model(align_param_gather=True), "align_param_gather=True"),
         (model(check_for_large_grads=True), "check_for_large_grads=True"),
         (model({"fp8": "hybrid"}), "fp8"),
+        (model({"num_moe_experts": 8}), "a mixture of experts"),
         (model({"cuda_graph_impl": "local"}), "CUDA graphs"),
         (model({"timers": object()}), "timers=..."),
     ],

@@ -90,6 +90,10 @@ def refuse_model(chunks: Sequence[Any]) -> None:
         if getattr(config, name, None):
             raise _refused(f"TransformerConfig({name}=...)", f"what {name} keeps of older steps is not tracked", name)
     _refuse_timers(config)
+    if getattr(config, "num_moe_experts", None):
+        raise _refused(
+            "TransformerConfig(num_moe_experts=...)", "a mixture of experts was not tried", "num_moe_experts"
+        )
     if getattr(config, "cuda_graph_impl", "none") not in {None, "none"} or getattr(config, "enable_cuda_graph", False):
         what = "a captured collective would be replayed on a communicator that a failure has replaced"
         raise _refused("CUDA graphs", what, "cuda_graph_impl")
