@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -130,8 +129,6 @@ class Training:
         def forward(iterator: Any, model: Any, *more: Any) -> tuple[Any, Callable[..., Any]]:
             output, loss_of = forward_step(iterator, model, *more)
             weight = step.weight
-            if parallel_state.get_tensor_model_parallel_rank():
-                weight = 0.0  # the ranks of a tensor-parallel group have the same loss, which counts once
 
             def reported(*args: Any, **kwargs: Any) -> Any:
                 found = loss_of(*args, **kwargs)
