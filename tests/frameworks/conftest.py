@@ -8,6 +8,7 @@ _NEEDS = {
     "test_hf_*.py": ("transformers",),
     "test_trl_*.py": ("trl", "peft"),
     "test_lightning_*.py": ("lightning",),
+    "test_megatron_*.py": ("megatron",),
 }
 """Tests -> the packages that they need."""
 

@@ -23,16 +23,17 @@ GIVEN = "given"
 
 
 class FrameworkJobs:
-    """Jobs of ``script``, which is given ``FOLDER KIND KILL ARGUMENTS`` and writes a file for each rank. ``run_rackrun``: the fixture."""
+    """Jobs of ``script``, which is given ``FOLDER KIND KILL ARGUMENTS`` and writes a file for each rank. ``run_rackrun``: the fixture.
+    ``ranks``: how many train."""
 
-    def __init__(self, script: Path, folder: Path, run_rackrun: Callable[..., Any]) -> None:
-        self._script, self._folder, self._run_rackrun = script, folder, run_rackrun
+    def __init__(self, script: Path, folder: Path, run_rackrun: Callable[..., Any], ranks: int = RANKS) -> None:
+        self._script, self._folder, self._run_rackrun, self._ranks = script, folder, run_rackrun, ranks
         self._jobs = 0
 
     def stock(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Train with torchrun and the framework's own classes, and return what each rank has written."""
         folder = self._new_folder()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         given = [str(self._script), str(folder), "stock", "", json.dumps(arguments)]
         ran = subprocess.run(
@@ -47,7 +48,7 @@ class FrameworkJobs:
         """Train with rackrun and one spare, and return what each rank has written. ``kill``: who is struck where."""
         folder = self._new_folder()
         given = [self._script, folder, kind, kill, json.dumps(arguments)]
-        command = ["--standalone", "--nproc-per-node", RANKS + 1, "--spares", 1, *options]
+        command = ["--standalone", "--nproc-per-node", self._ranks + 1, "--spares", 1, *options]
         ran = self._run_rackrun([*command, *given], timeout=RACKRUN_S, env={"OMP_NUM_THREADS": "1"})
         assert ran.exit_code == 0, ran
         assert (folder / "struck").exists() == bool(kill), ran

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from rackrun.core.placement import mesh_resize
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.errors import UsageError
+from rackrun.topology.model.mesh import DATA_AXES
 
-__all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
+__all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "ranks_of_one_loss", "unfit_because"]
 
 MESH_VARIABLE = "RACKRUN_MESH"
 """Environment variable that the launcher sets, such as ``dp=16,tp=4``."""
@@ -67,6 +68,12 @@ def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
     if still_open and elastic is not None and still_open[0] != axes[elastic][0]:
         return f"its mesh leaves axis {still_open[0]} open: to change, it would have to be {axes[elastic][0]}"
     return ""
+
+
+def ranks_of_one_loss(axes: Axes) -> int:
+    """Return how many ranks compute the loss of the same samples: along axes such as "tp". Of the stages of a pipeline
+    only the last one has a loss."""
+    return math.prod(size for name, size in axes if name not in DATA_AXES and name != "pp")
 
 
 def _closed(mesh: Mapping[str, int], world_size: int) -> Axes:

@@ -73,6 +73,8 @@ class Rejoin:
         """Whether this process has reported that the ranks that it was to be restored from differ."""
         self.entered_once = ""
         """Why ``main`` cannot be entered again in this process, for a message; "" where it can."""
+        self.bound_to_rank = False
+        """Whether what ``main`` has built fits no other rank than the one that it was built for."""
         self.leaving = False
         """Whether ``main`` is being left to be entered again: what it returns or raises does not count any more."""
         self.left_after: int | None = None
@@ -215,7 +217,7 @@ class Rejoin:
         world = self._world
         if plan.world_size != world.size:
             return bool(fixed_because(self._state, world))
-        return not world.fits(mine.rank)
+        return (self.bound_to_rank and mine.rank != world.rank) or not world.fits(mine.rank)
 
     def _take_place(self, plan: GenerationPlan, rank: int) -> None:
         """Take over ``rank`` in place: renumber groups and sharded modules, and start to build the groups."""

@@ -643,6 +643,14 @@ class Run:
         self._checks.let_go()
         return self._units.let_go()
 
+    def _bind_to_rank(self, because: str) -> None:
+        """Note that ``main`` has built something for its rank and for the number of ranks, which no group or tracked
+        object shows: the number stays, and a spare that takes another rank over enters ``main`` again.
+
+        ``because``: what was built, for a message. To be called before `steps`.
+        """
+        self._units.bind_to_rank(because)
+
     # -- used by loaders
     def _current_step(self) -> Step:
         """Return the current step; raise `StepError` outside step functions and phases."""

@@ -14,6 +14,7 @@ import torch
 from rackrun.errors import StepError
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.ids import Position
+from rackrun.worker.batch.mesh_axes import ranks_of_one_loss
 from rackrun.worker.data.global_batch import StepBatch
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import reseed
@@ -251,7 +252,8 @@ class UnitAttempt:
         """Wait for the device, the only such wait in a step, and return the loss that this rank offers to the gate.
         Raises `Abandoned`."""
         self._world.synchronise_device()
-        return self._loss.value() if isinstance(self._loss, Readback) else self._loss
+        loss = self._loss.value() if isinstance(self._loss, Readback) else self._loss
+        return loss / ranks_of_one_loss(self._parts.axes)
 
     def _pass_gate(self) -> None:
         """Offer this rank's sums to the gate of the unit, and pass it. Raises `Abandoned` when the world breaks."""

@@ -67,6 +67,8 @@ _BETWEEN = "between"
 class UnitRunner:
     """Runs the units of one entry of ``main`` on this rank, and connects all parts of the worker for that."""
 
+    _bound = ""
+    """Why `main` fits its rank alone (`bind_to_rank`); "" if it does not."""
     _result: Any = None
     """The value that the step function returned in the last attempt."""
 
@@ -144,6 +146,12 @@ class UnitRunner:
         """Keep where the script's ``data`` stand, as tracked state under ``name``."""
         self._parts.data_states.append(data)
         self._state.track(name, data)
+
+    def bind_to_rank(self, because: str) -> None:
+        """Let a spare that takes another rank over enter ``main`` again, and keep the number of ranks (see
+        `Run._bind_to_rank`)."""
+        self._bound = because
+        self._rejoin.bound_to_rank = True
 
     # -- the run
     @property
@@ -256,6 +264,8 @@ class UnitRunner:
             reports.fixed = (
                 "run.carry has the states of loaders for this number of ranks (run.stream would work on any)"
             )
+        elif self._bound:
+            reports.fixed = self._bound
         elif because := fixed_because(self._state, self._world):
             reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None

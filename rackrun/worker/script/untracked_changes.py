@@ -123,10 +123,12 @@ def is_kept(thing: object, state: TrackedState) -> bool:
 class _Walk:
     def __init__(self, state: TrackedState) -> None:
         self._state, self._left = state, _THINGS_MAX
+        self._home = ""
+        """The module of the step function."""
         self._seen: dict[int, object] = {}
         self._tracked = {id(tensor) for tensor in state.parameters()}
         for module in state.modules.values():
-            self._tracked |= {id(buffer) for buffer in module.buffers()}
+            self._tracked |= {id(buffer) for buffer in nn.Module.buffers(module)}
         for other in state.others.values():
             self._tracked |= set(map(id, _saved_by_name(other)))
 
@@ -135,6 +137,7 @@ class _Walk:
     ) -> Iterator[tuple[str, str, Any, bool]]:
         """Yield each object that ``function`` reaches: name, the variable that the name begins with, the object, and
         whether it is meant to be kept."""
+        self._home = getattr(function, "__module__", None) or ""
         for name, value in _variables(function):
             for path, thing, kept in self._value(name, value, 0):
                 yield path, name, thing, kept
@@ -198,11 +201,14 @@ class _Walk:
         if isinstance(function, types.MethodType):
             yield from self._value(f"{path}.__self__", function.__self__, depth + 1)
             function = function.__func__
+        # two modules may have a variable of one name
+        prefix = "" if function.__module__ == self._home else f"{function.__module__}."
         for name, value in _variables(function):
-            yield from self._value(name, value, depth + 1)
+            yield from self._value(f"{prefix}{name}", value, depth + 1)
 
     def _module(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[str, Any, bool]]:
-        mine = [*module.parameters(), *module.buffers()]
+        # Megatron's DistributedDataParallel has a list of its own called `buffers`
+        mine = [*nn.Module.parameters(module), *nn.Module.buffers(module)]
         if any(id(tensor) not in self._tracked for tensor in mine) and not is_kept(module, self._state):
             yield path, module, True
             return
@@ -262,7 +268,7 @@ def _mark(thing: Any, state: TrackedState) -> object:
     """Return a value that differs when the object has changed."""
     if isinstance(thing, nn.Module):
         tracked = {id(parameter) for parameter in state.parameters()}
-        mine = (*thing.parameters(), *thing.buffers())
+        mine = (*nn.Module.parameters(thing), *nn.Module.buffers(thing))
         return tuple(_sample(tensor) for tensor in mine if id(tensor) not in tracked)
     if isinstance(thing, _Listed):
         return thing.length, thing.content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -127,6 +127,39 @@ def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
         step(number)
         found |= {change.name for change in untracked.after_step(step, (), {})}
     assert not found
+
+
+def test_variables_of_one_name_in_two_modules_are_two() -> None:
+    def of(module: str, size: int) -> Callable[..., Any]:
+        there: dict[str, Any] = {"__name__": module, "SIZE": size}
+        exec("def used():\n    return SIZE, __name__", there)
+        return cast("Callable[..., Any]", there["used"])
+
+    one, other, untracked = of("scripts.one", 1), of("scripts.other", 2), UntrackedChanges(TrackedState())
+
+    def step(_: int) -> None:
+        one(), other()
+
+    assert not [change for _ in range(4) for change in untracked.after_step(step, (), {})]
+
+
+def test_a_module_may_call_something_else_its_buffers() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.BatchNorm1d(2)
+            self.buffers: Any = []
+
+    wrapper, untracked = Wrapper(), UntrackedChanges(TrackedState())
+
+    def step(_: int) -> None:
+        wrapper.net(torch.randn(4, 2))
+
+    found = []
+    for number in range(4):
+        step(number)
+        found += untracked.after_step(step, (), {})
+    assert [(change.name, change.meant_to_be_kept) for change in found] == [("wrapper", True)]
 
 
 def test_of_a_sparse_gradient_those_elements_count_that_are_there() -> None:

@@ -1,0 +1,1 @@
+"""Megatron-Core under `rackrun.elastic`: what its optimizers hold, its own DistributedDataParallel, its process groups."""
