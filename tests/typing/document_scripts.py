@@ -152,6 +152,7 @@ _BEFORE = {
         dataset = TensorDataset()
         def build_model() -> nn.Module: ...
         def loss_of(model: nn.Module, batch: Any) -> torch.Tensor: ...
+        """,
     "megatron.md: import rackrun": """
         from typing import Any
         from torch.utils.data import TensorDataset
