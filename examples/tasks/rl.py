@@ -43,7 +43,7 @@ def main(run: rackrun.Run) -> None:
         return found
 
     def play() -> None:
-        """Every rank plays the same: rackrun seeds a phase alike on all ranks."""
+        """Every rank plays the same: the generator is seeded by the turn."""
         drawn = torch.Generator().manual_seed(rollout.turns)
         with torch.no_grad():
             chances = policy.module(torch.ones(1, 1, device=run.device)).softmax(-1).cpu()[0]

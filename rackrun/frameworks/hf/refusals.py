@@ -88,7 +88,7 @@ def refuse_arguments(trainer: Any) -> None:
         "auto_find_batch_size": (args.auto_find_batch_size, "set per_device_train_batch_size"),
         "hyperparameter_search": (trainer.hp_search_backend is not None, "start one job for each trial"),
         "ignore_data_skip": (args.ignore_data_skip, "leave out ignore_data_skip=True"),
-        "a Trainer that generates its own training data (GRPO, RLOO, PPO, online DPO)": (
+        "a Trainer that generates its own training data (GRPO, RLOO, online DPO)": (
             any(hasattr(trainer, name) for name in _GENERATES),
             "write the loop with run.do (docs/recipes.md), or train with SFTTrainer, DPOTrainer or RewardTrainer",
         ),
