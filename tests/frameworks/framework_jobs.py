@@ -36,10 +36,14 @@ class FrameworkJobs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         given = [str(self._script), str(folder), "stock", "", json.dumps(arguments)]
-        ran = subprocess.run(
-            [*command, *given], env=environment, capture_output=True, text=True, timeout=TORCHRUN_S, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, *given], env=environment, stdout=pipe, stderr=pipe, text=True) as job:
+            try:
+                _, said = job.communicate(timeout=TORCHRUN_S)
+            except subprocess.TimeoutExpired:
+                job.terminate()  # torchrun ends its workers then, which SIGKILL would leave behind
+                raise
+        assert job.returncode == 0, said
         return _written(folder)
 
     def elastic(
