@@ -61,7 +61,8 @@ def loop(kind: str, args: argparse.Namespace) -> None:
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        model: nn.Module = fully_shard(bare)
+        fully_shard(bare)
+        model: nn.Module = bare
     else:
         model = bare if kind == "alone" else DDP(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -15,7 +15,7 @@ from rackrun.hf import Trainer
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 
 drawn = torch.randint(0, 50, (64, 16), generator=torch.Generator().manual_seed(0))  # your tokenized texts
-samples = [{"input_ids": one, "labels": one} for one in drawn]
+samples: Any = [{"input_ids": one, "labels": one} for one in drawn]
 config: Any = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 torch.manual_seed(0)
 arguments = TrainingArguments(

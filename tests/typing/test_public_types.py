@@ -114,7 +114,7 @@ def mypy(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Checked:
         "--no-error-summary",
         "--show-absolute-path",
     ]
-    path = os.pathsep.join([str(ROOT), str(documents.parent)])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), str(documents.parent)])
     ended = subprocess.run(
         [sys.executable, "-m", "mypy", *options, *files],
         capture_output=True,
@@ -149,7 +149,7 @@ def pyright(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[P
     for mode, files in (("strict", SCRIPTS), ("standard", [*EXAMPLES, *documents.glob("*.py")])):
         settings = {
             "include": [str(file) for file in files],
-            "extraPaths": [str(ROOT)],
+            "extraPaths": [str(ROOT), str(ROOT / "examples")],
             "pythonVersion": "3.11",
             "typeCheckingMode": mode,
             **{f"report{name}": "none" for name in of_torch},
