@@ -5,6 +5,7 @@
 #                 ARGS="-n 0" for one test at a time; other ARGS are pytest's too
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
+#   make frameworks whole jobs of scripts of the Trainer, Lightning, Megatron-Core and others, and streams of other libraries
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
 #   make double   the workers' tests with a double of NCCL for their device; RACKRUN_DOUBLE=stuck for its other mode (`campaign` takes it too), RACKRUN_DOUBLE_PART=1/4 for less
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
@@ -32,7 +33,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check types bench site coverage lock wheel clean
+.PHONY: help demo test frameworks stories campaign double strangers soak crashes compat gpu-kit check types bench site coverage lock wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,6 +43,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
+
+frameworks: $(READY)
+	@$(PY) -m pytest -n auto --dist worksteal -m "frameworks and not stories and not soak" $(ARGS)
 
 stories: $(READY)
 	@$(PY) -m pytest -m "stories and not soak" $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 
 from rackrun.coordinator.report.run_report import read_report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "faults" / "scripts" / "train_stream.py"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_accelerate.py"
 

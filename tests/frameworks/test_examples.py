@@ -10,7 +10,7 @@ import pytest
 
 from rackrun.chaos import Kill, exactly, inject, seq
 
-pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 PLAN = seq(inject(Kill(), exactly("rank", 0), step=3), inject(Kill(), exactly("rank", 1), step=7))

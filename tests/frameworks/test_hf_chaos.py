@@ -10,7 +10,7 @@ import pytest
 
 from rackrun.chaos import Kill, exactly, inject, seq
 
-pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_hf.py"
 ARGUMENTS = {"num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}

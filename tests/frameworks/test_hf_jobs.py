@@ -11,7 +11,7 @@ import pytest
 from tests.frameworks.framework_jobs import FrameworkJobs, same
 from tests.variants import in_stories
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_hf.py"
 EPOCHS = {

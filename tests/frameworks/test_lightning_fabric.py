@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_fabric.py"
 

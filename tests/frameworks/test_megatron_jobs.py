@@ -10,7 +10,7 @@ import pytest
 
 from tests.frameworks.framework_jobs import FrameworkJobs, same
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_megatron.py"
 PLAIN: dict[str, Any] = {}

@@ -113,6 +113,7 @@ def test_an_optimizer_that_is_not_supported_is_refused(one: Any, named: str) -> 
         refusals.refuse_optimizer(ChainedOptimizer([one]))
 
 
+@pytest.mark.frameworks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("misuse", "said"),

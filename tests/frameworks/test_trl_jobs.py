@@ -10,7 +10,7 @@ import pytest
 
 from tests.frameworks.framework_jobs import FrameworkJobs, same
 
-pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_trl.py"
 

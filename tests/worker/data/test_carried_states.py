@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.variants import in_stories
 from tests.worker.harness import Ended, moments
 from tests.worker.scripts import WIDTH, Script, adam, ddp, fully_sharded, loss_of, net
 
@@ -87,7 +88,7 @@ def script(model_of: Callable[[Run], nn.Module] = replicated, *, steps: int = ST
     return main
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, *in_stories(1, 2)])
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 6))])
 def test_whoever_is_lost_at_whatever_moment_the_same_samples_follow(rank: int, seed: int, train: Train) -> None:
     reference = train(script())
@@ -96,7 +97,7 @@ def test_whoever_is_lost_at_whatever_moment_the_same_samples_follow(rank: int, s
     assert not ended.differences(reference), ended
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, *in_stories(0)])
 def test_a_rank_that_is_lost_in_the_first_step(rank: int, train: Train) -> None:
     reference = train(script())
     first = next(index for index, what in enumerate(reference.moments[rank]) if "collective" in what)

@@ -21,6 +21,7 @@ from rackrun.protocol.ids import Position
 from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
+from tests.variants import in_stories
 from tests.worker.data.streamed import Forgets, Shuffled, Stateless, Vectors
 from tests.worker.harness import Ended, Swap, moments, say
 from tests.worker.scripts import Script, adam, ddp, fully_sharded, loss_of, net
@@ -95,7 +96,7 @@ def same_with_a_loss(ended: Ended, reference: Ended) -> None:
 
 
 @pytest.mark.parametrize("make", [Vectors, NoState])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [1, *in_stories(0, 2)])
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 8))])
 def test_whoever_is_lost_at_whatever_moment_it_is_the_same_training(
     make: Any, rank: int, seed: int, train: Train
@@ -203,8 +204,8 @@ def test_a_planned_swap_reads_on_where_the_other_was(train: Train) -> None:
     each_sample_once(ended)
 
 
-@pytest.mark.parametrize("ranks", [3, 2])
-@pytest.mark.parametrize("model_of", [replicated, sharded])
+@pytest.mark.parametrize("ranks", [3, *in_stories(2)])
+@pytest.mark.parametrize("model_of", [sharded, *in_stories(replicated)])
 def test_a_job_goes_on_from_a_checkpoint_on_any_number_of_ranks(
     model_of: Any, ranks: int, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

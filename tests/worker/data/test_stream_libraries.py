@@ -19,6 +19,8 @@ from tests.worker.data.test_stream_jobs import MICRO, SHARDS, after, each_sample
 from tests.worker.harness import Ended
 from tests.worker.scripts import WIDTH
 
+pytestmark = pytest.mark.frameworks
+
 Train = Callable[..., Ended]
 Make = Callable[[int, int], Any]
 COUNT = 78
