@@ -23,11 +23,12 @@ PACKAGES = {
     "Accelerate": ("accelerate",),
     "Lightning": ("lightning",),
     "Fabric": ("lightning",),
-    "Streams": ("datasets",),
+    "Megatron-Core": ("megatron-core",),
+    "Streams": ("datasets", "torchdata", "webdataset"),
     "Plain loops": (),
 }
 """Framework -> the packages whose versions are named. The page has the frameworks in this order."""
-TRIED = {"trl": "1.16.0", "peft": "0.21.2", "datasets": "5.2.0", "torch": "2.13.0"}
+TRIED = {"torch": "2.13.0"}
 """Versions of packages that requirements-dev.lock does not name."""
 HOW = ("works", "refused")
 _TEXT = """# Frameworks: what works, and what is refused
@@ -36,8 +37,10 @@ This page is written by `python -m tests.frameworks.table` from the tests: each 
 *Works* means the same weights and the same logs as without rackrun or without a fault, to the bit. *Refused* means an
 error before the first step that says what to write instead. All of it runs on CPUs, with torch {torch}.
 
-What a line needs to know more: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md), [plain
-loops](convert_a_script.md), [scripts for each task](recipes.md).
+What a line needs to know more: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md),
+[Lightning](lightning.md), [Fabric](fabric.md), [Megatron-Core](megatron.md), [streams](streams.md), [plain
+loops](convert_a_script.md), [scripts for each task](recipes.md). With which versions of torch these tests pass is in
+[torch versions](torch_versions.md).
 """
 
 

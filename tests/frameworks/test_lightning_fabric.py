@@ -25,6 +25,7 @@ def trained(run_rackrun: Callable[..., Any], folder: Path, kill: str) -> tuple[d
     return written, list(dict.fromkeys((folder / "main.txt").read_text().splitlines()))
 
 
+@pytest.mark.feature("Fabric", "a loop as a step, any rank lost, rank 0 too")
 @pytest.mark.parametrize("kill", ["3:0", pytest.param("5:1", marks=pytest.mark.stories)])
 def test_who_takes_rank_0_over_is_the_main_process(kill: str, run_rackrun: Callable[..., Any], tmp_path: Path) -> None:
     calm, calm_lines = trained(run_rackrun, tmp_path / "calm", "")

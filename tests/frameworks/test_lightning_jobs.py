@@ -73,22 +73,27 @@ def jobs(tmp_path: Path, run_rackrun: Callable[..., Any]) -> FrameworkJobs:
 Stock = Callable[[str], dict[str, Any]]
 
 
+@pytest.mark.feature("Lightning", "DDP, any rank lost, rank 0 too")
 def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock: Stock) -> None:
     same(stock("epochs"), jobs.elastic(EPOCHS, "8:0:KILL:forward"), struck=True)
 
 
+@pytest.mark.feature("Lightning", "a script that is not touched (--framework lightning)")
 def test_a_script_that_is_not_touched_loses_a_rank_in_a_validation(jobs: FrameworkJobs, stock: Stock) -> None:
     options = ["--framework", "lightning"]
     found = jobs.elastic(EPOCHS, "6:1:KILL:validation", kind="framework", options=options)
     same(stock("epochs"), found, struck=True)
 
 
+@pytest.mark.feature("Lightning", "hooks and callbacks, called as often")
+@pytest.mark.feature("Lightning", "accumulation, clipping, schedulers, bf16-mixed")
 @pytest.mark.stories
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_is_lost_and_hooks_are_called_as_often(case: str, jobs: FrameworkJobs, stock: Stock) -> None:
     same(stock(case), jobs.elastic(CASES[case]), struck=False)
 
 
+@pytest.mark.feature("Lightning", "validation, ModelCheckpoint, EarlyStopping, the sanity check")
 @pytest.mark.stories
 @pytest.mark.parametrize(
     ("case", "kill"),
@@ -114,12 +119,14 @@ def test_one_is_lost_at_another_moment(case: str, kill: str, jobs: FrameworkJobs
     same(stock(case), jobs.elastic(CASES[case], kill), struck=True)
 
 
+@pytest.mark.feature("Lightning", "a job that goes on from --checkpoint-dir")
 @pytest.mark.stories
 def test_a_lost_job_goes_on_with_the_same_files(jobs: FrameworkJobs, stock: Stock) -> None:
     found = jobs.resumed(EPOCHS, "8:0:KILL:forward,8:1:KILL:forward")
     same(stock("epochs"), found, struck=True)
 
 
+@pytest.mark.feature("Lightning", "the package pytorch_lightning")
 @pytest.mark.stories
 def test_the_other_name_of_the_package_works(jobs: FrameworkJobs, stock: Stock) -> None:
     pytest.importorskip("pytorch_lightning")

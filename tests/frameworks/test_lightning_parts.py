@@ -197,6 +197,7 @@ def test_this_version_of_lightning_is_known() -> None:
             refusals.refuse_version(package)
 
 
+@pytest.mark.feature("Lightning", "a version with another loop", how="refused")
 def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_TrainingEpochLoop, "advance", lambda self: None)
     with pytest.raises(UsageError, match=r"_TrainingEpochLoop\.advance is \(self\)"):
@@ -217,6 +218,7 @@ def trainer(**changed: Any) -> Any:
     return SimpleNamespace(**{**values, **changed})
 
 
+@pytest.mark.feature("Lightning", "manual optimization, other strategies, SWA and others", how="refused")
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
@@ -254,6 +256,7 @@ class Own(BatchSampler):
     """A batch sampler of the script's own."""
 
 
+@pytest.mark.feature("Lightning", "streams (IterableDataset), a batch sampler", how="refused")
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -269,6 +272,7 @@ def test_data_whose_order_does_not_follow_from_the_step_is_refused(given: Any, s
         refusals.refuse_loader(trainer(), given)
 
 
+@pytest.mark.feature("Lightning", "validation between micro-batches of a step", how="refused")
 @pytest.mark.parametrize(
     ("every", "batches", "each", "is_refused"),
     [(2, 6, 1, False), (6, 6, 1, False), (3, 6, 1, True), (2, 6, None, False), (2, 5, None, True), (5, 5, 1, False)],

@@ -34,14 +34,17 @@ def compare(tmp_path: Path, run_rackrun: Callable[..., Any]) -> Callable[..., No
     return compared
 
 
+@pytest.mark.feature("Megatron-Core", "distributed optimizer, bf16, any rank lost, rank 0 too")
 def test_rank_0_is_killed_in_the_gradient_norm(compare: Callable[..., None]) -> None:
     compare(SHARDED, "3:0:KILL:norm")
 
 
+@pytest.mark.feature("Megatron-Core", "tensor parallelism")
 def test_a_tensor_parallel_rank_is_killed(compare: Callable[..., None]) -> None:
     compare(TENSOR_PARALLEL, "3:2:KILL:norm")
 
 
+@pytest.mark.feature("Megatron-Core", "its DistributedDataParallel, overlapped collectives, accumulation, clipping")
 @pytest.mark.stories
 @pytest.mark.parametrize(
     "kill", ["0:0:KILL:norm", "3:0:KILL:forward", "3:1:STOP:forward", "4:0:KILL:applied", "5:1:KILL:end"]
@@ -51,22 +54,26 @@ def test_one_is_lost_at_another_moment(arguments: dict[str, Any], kill: str, com
     compare(arguments, kill)
 
 
+@pytest.mark.feature("Megatron-Core", "two optimizer instances")
 @pytest.mark.stories
 def test_a_shard_of_two_optimizer_instances_comes_from_its_replica(compare: Callable[..., None]) -> None:
     compare({**SHARDED, "instances": 2}, "3:2:KILL:norm")
 
 
+@pytest.mark.feature("Megatron-Core", "a loss per token")
 @pytest.mark.stories
 def test_a_loss_per_token(compare: Callable[..., None]) -> None:
     compare({**SHARDED, "tokens": True}, "3:1:KILL:norm")
 
 
+@pytest.mark.feature("Megatron-Core", "fp16, skipped steps")
 @pytest.mark.stories
 @pytest.mark.parametrize("kill", ["", "1:0:KILL:end", "3:1:KILL:norm"])
 def test_steps_that_are_skipped_because_of_an_overflow(kill: str, compare: Callable[..., None]) -> None:
     compare(SCALED, kill)
 
 
+@pytest.mark.feature("Megatron-Core", "evaluation")
 @pytest.mark.stories
 @pytest.mark.parametrize("arguments", [EVALUATED, {**OVERLAPPED, "evaluate": 2}], ids=str)
 @pytest.mark.parametrize("kill", ["3:0:KILL:evaluation", "4:1:KILL:begin"])
@@ -93,6 +100,7 @@ def test_a_step_function_that_calls_megatron_itself(kill: str, compare: Callable
     compare(SHARDED, kill, by_hand=True)
 
 
+@pytest.mark.feature("Megatron-Core", "a job that goes on from --checkpoint-dir")
 @pytest.mark.stories
 @pytest.mark.parametrize("arguments", [PLAIN, SHARDED, SCALED], ids=str)
 def test_a_job_goes_on_from_its_checkpoint(

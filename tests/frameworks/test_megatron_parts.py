@@ -51,6 +51,7 @@ def optimizer(kind: Any, inner: Any = None, **config: Any) -> Any:
     return made
 
 
+@pytest.mark.feature("Megatron-Core", "another version", how="refused")
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals.refuse_version()
     monkeypatch.setattr(megatron.core, "__version__", "0.17.0")
@@ -58,6 +59,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         refusals.refuse_version()
 
 
+@pytest.mark.feature("Megatron-Core", "pipeline, context and expert parallelism", how="refused")
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
@@ -73,6 +75,7 @@ def test_parallelism_that_was_not_tried_is_refused(sizes: dict[str, Any], named:
         refusals.refuse_sizes(sizes)
 
 
+@pytest.mark.feature("Megatron-Core", "MoE, fp8, Megatron's FSDP and others", how="refused")
 @pytest.mark.parametrize(
     ("chunks", "named"),
     [

@@ -95,6 +95,7 @@ def same_with_a_loss(ended: Ended, reference: Ended) -> None:
     assert not ended.differences(reference), ended
 
 
+@pytest.mark.feature("Streams", "any rank lost, each sample in one committed step")
 @pytest.mark.parametrize("make", [Vectors, NoState])
 @pytest.mark.parametrize("rank", [1, *in_stories(0, 2)])
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 8))])
@@ -148,6 +149,7 @@ def test_sharded_ranks_go_back_to_a_snapshot_and_read_the_same_samples_again(see
     each_sample_once(ended)
 
 
+@pytest.mark.feature("Streams", "a smaller world")
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 6))])
 def test_without_spares_the_others_read_the_lost_ranks_data_shards(seed: int, train: Train) -> None:
     reference = train(script(), spares=0, reduction="exact")
@@ -158,6 +160,7 @@ def test_without_spares_the_others_read_the_lost_ranks_data_shards(seed: int, tr
     assert min(plan.world_size for plan in ended.plans) < 3, ended
 
 
+@pytest.mark.feature("Streams", "a world that grows")
 @pytest.mark.parametrize("model_of", [replicated, sharded])
 def test_a_rank_that_comes_back_reads_its_data_shards_on(model_of: Any, train: Train, tmp_path: Path) -> None:
     mark, steps = tmp_path / "ready", 24
@@ -204,6 +207,7 @@ def test_a_planned_swap_reads_on_where_the_other_was(train: Train) -> None:
     each_sample_once(ended)
 
 
+@pytest.mark.feature("Streams", "a job that goes on from --checkpoint-dir, on any number of ranks")
 @pytest.mark.parametrize("ranks", [3, *in_stories(2)])
 @pytest.mark.parametrize("model_of", [sharded, *in_stories(replicated)])
 def test_a_job_goes_on_from_a_checkpoint_on_any_number_of_ranks(

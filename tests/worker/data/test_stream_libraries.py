@@ -55,6 +55,7 @@ def only_x(samples: Any) -> torch.Tensor:
     return torch.stack([sample["x"] for sample in samples])
 
 
+@pytest.mark.feature("Streams", "IterableDataset of Hugging Face")
 def test_iterable_datasets_of_hugging_face(train: Train) -> None:
     is_the_same_after_losses(of_datasets(), train, collate=only_x)
 
@@ -63,6 +64,7 @@ def test_iterable_datasets_of_hugging_face_that_are_mapped(train: Train) -> None
     is_the_same_after_losses(of_datasets(lambda data: data.map(lambda row: {"x": row["x"]})), train, collate=only_x)
 
 
+@pytest.mark.feature("Streams", "its shuffle buffer, with its state", how="refused")
 def test_a_shuffle_buffer_of_hugging_face_is_refused_with_the_remedy(train: Train) -> None:
     """Its state leaves out what the buffer holds."""
     make = of_datasets(lambda data: data.shuffle(seed=3, buffer_size=8))
@@ -72,6 +74,7 @@ def test_a_shuffle_buffer_of_hugging_face_is_refused_with_the_remedy(train: Trai
     assert "state_every=0" in ended.because
 
 
+@pytest.mark.feature("Streams", "its shuffle buffer, read from the beginning (state_every=0)")
 def test_a_shuffle_buffer_of_hugging_face_that_is_read_from_the_beginning(train: Train) -> None:
     make = of_datasets(lambda data: data.shuffle(seed=3, buffer_size=8))
     is_the_same_after_losses(make, train, collate=only_x, state_every=0)
@@ -100,6 +103,7 @@ class Mapped:
         return vector(self._numbers[index]) + torch.rand(WIDTH)
 
 
+@pytest.mark.feature("Streams", "StatefulDataLoader of torchdata, with and without processes")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_data_loaders_of_torchdata_over_a_stream(workers: int, train: Train) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
@@ -141,6 +145,7 @@ def from_bytes(sample: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(sample[0]), dtype=torch.float32)
 
 
+@pytest.mark.feature("Streams", "WebDataset")
 def test_archives_of_webdataset(archives: list[str], train: Train) -> None:
     webdataset = pytest.importorskip("webdataset")
 
