@@ -129,7 +129,13 @@ class ScriptBugs:
 
     def _first_steps(self, new: _Seen) -> str:
         """Return that too many replacements have failed in the same way in their first step; "": they have not."""
-        alike = {old.incarnation for old in self._seen if old.in_first_step and old.fingerprint == new.fingerprint}
+        alike = {
+            old.incarnation
+            for old in self._seen
+            if old.in_first_step
+            and old.fingerprint == new.fingerprint
+            and new.step - old.step < FIRST_STEPS_MAX  # else replacements between them have trained
+        }
         if not new.in_first_step or len(alike) < FIRST_STEPS_MAX:
             return ""
         return (

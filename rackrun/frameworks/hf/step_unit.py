@@ -99,6 +99,7 @@ class StepUnit:
                 stock.track_num_input_tokens(one.inputs)
             tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
+            losses += [0.0] * (self._most_micro_batches(shards, ranks) - len(losses))
             rides, kept = not self._own.may_change and ranks * (len(losses) + 1) <= _RIDES_MAX, [""]
             if rides:
                 step._share([*losses, flos])
@@ -131,6 +132,11 @@ class StepUnit:
             "own": kept,
         }
         self._record.step_done(at, entered, fresh, json.dumps(results))
+
+    def _most_micro_batches(self, shards: int, ranks: int) -> int:
+        """Return the largest number of micro-batches that a rank has in a step of ``shards``."""
+        shares = self._run._world.share_changes.shares
+        return max(shares) if shares and sum(shares) == shards else -(-shards // ranks)
 
     def _count_items(self, batches: list[Any], fresh: str) -> tuple[Any, Callable[[], bool]]:
         """Return the number of items in the step's batches as the Trainer counts it, and a function that returns whether

@@ -58,13 +58,14 @@ class CarriedStates:
         self._note_reached()
 
     def begin(self) -> None:
-        """Put the loaders where the last committed step has left them, before an attempt at a step.
+        """Put the loaders where the last committed step has left them, before an attempt at a step. What was read
+        elsewhere since, in a phase or between two steps, is read again.
 
         Raises `UsageError` when the states are those of another number of ranks.
         """
-        if not self._stands:
-            with undrawn():
-                for name, one in self._carried.items():
+        with undrawn():
+            for name, one in self._carried.items():
+                if not self._stands or encode_state(one.get()) != self._states[name][self._place()[0]]:
                     self._put(name, one)
         self._stands = False
         self._note_reached()
@@ -92,6 +93,12 @@ class CarriedStates:
             with contextlib.suppress(ValueError):  # a name that is bound later
                 self._reached.append(cell.cell_contents)
 
+    def trial_over(self) -> None:
+        """Put the loaders of a spare, which has tried a step, where they were made to begin."""
+        with undrawn():
+            for one in self._carried.values():
+                one.put(decode_state(one.first))
+
     def exchange(self, step: Any, gather: Callable[[bytes], Sequence[bytes]]) -> None:
         """Exchange the states before the gate of ``step``. Collective."""
         if step._at.phase:
@@ -117,6 +124,14 @@ class CarriedStates:
         return {"states": {name: list(states) for name, states in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`: the next attempt begins with it."""
+        """Continue from a `state_dict`: the next attempt begins with it. Raises `UsageError` when it is of loaders with
+        other names."""
+        names = state["states"].keys()
+        if names and names != self._carried.keys():
+            raise UsageError(
+                f"run.carry has the states of {', '.join(map(repr, sorted(names)))}, and the script carries "
+                f"{', '.join(map(repr, sorted(self._carried))) or 'nothing'}: loaders would begin again from the start.",
+                remedy="use the names that the job had when the states were kept.",
+            )
         self._states = {name: list(map(bytes, states)) for name, states in state["states"].items()}
         self._stands, self._coming = False, None

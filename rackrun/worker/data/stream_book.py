@@ -153,6 +153,9 @@ class StreamBook:
                 page.entries[shard] = (*page.entries.get(shard, ()), entry)[-2:]
                 page.packed = None
 
+    def trial_over(self) -> None:
+        """Do nothing: what a spare reads in its trial is in no book."""
+
     # -- tracked
     def state_dict(self) -> dict[str, Any]:
         """Return positions and entries."""

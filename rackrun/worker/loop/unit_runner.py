@@ -731,6 +731,8 @@ class UnitRunner:
                 tried.ended()
                 tried.step._discarded = True
             self._discard(reached_gate=tried is not None and tried.reached_gate)
+            for one in self._parts.data_states:
+                one.trial_over()
 
     def _warm_optimizers(self) -> None:
         """Run each optimizer once, so that its state is allocated: as large as the model or twice that, it would

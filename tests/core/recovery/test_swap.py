@@ -739,6 +739,17 @@ def test_replacements_that_fail_alike_in_their_first_steps_are_the_scripts(train
     )
 
 
+def test_first_steps_of_replacements_with_training_between_them_are_not_counted_together(training: CoreHarness) -> None:
+    training.exits("a/1", signal=9)
+    for attempt in range(4):
+        training.park_all(passed=4 + 10 * attempt)
+        training.resume_all()
+        training.now += 10_000
+        for spare in training.view.spares:
+            training.ready(spare.slot)
+        assert not every(StopJob, training.exits(training.members[1], code=1, bug="train.py:7", step=5 + 10 * attempt))
+
+
 def test_an_error_that_a_replacement_makes_later_is_taken_for_the_hardwares(training: CoreHarness) -> None:
     training.exits("a/1", signal=9)
     for attempt in range(2):

@@ -105,6 +105,63 @@ def test_a_rank_that_is_lost_in_the_first_step(rank: int, train: Train) -> None:
     assert not ended.differences(reference), ended
 
 
+def by_position(name: str = "loader", *, reads_elsewhere: bool = False, steps: int = STEPS) -> Script:
+    """A loader that is the same on each rank, and where it stands is all of its state."""
+
+    def main(run: Run) -> None:
+        model = ddp(run, nn.LayerNorm(14))
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        stands = {"at": 0}
+        run.carry(name, lambda: dict(stands), stands.update)
+
+        def following() -> torch.Tensor:
+            stands["at"] += 1
+            seed = 1000 * run.rank + stands["at"]
+            return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+        @run.step
+        def step(step: Step) -> None:
+            loss_of(model, following()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if reads_elsewhere:
+            run.every(2, following)
+        for number in run.steps(steps):
+            step(number)
+            if reads_elsewhere and number % 3 == 1:
+                following()
+
+    return main
+
+
+@pytest.mark.parametrize("rank", [2, *in_stories(0)])
+def test_a_spare_that_has_tried_a_step_begins_where_its_loader_was_made_to(rank: int, train: Train) -> None:
+    reference = train(by_position())
+    first = next(index for index, what in enumerate(reference.moments[rank]) if "collective" in what)
+    ended = train(by_position(), kill={rank: first + 1}, start_over=True)
+    assert not ended.differences(reference), ended
+
+
+def test_what_is_read_outside_of_steps_is_read_again(train: Train) -> None:
+    reference = train(by_position())
+    ended = train(by_position(reads_elsewhere=True), kill={1: moments(reference, 1, 1)[0]})
+    assert ended.plans, ended
+    assert ended.state == reference.state, ended
+
+
+def test_a_job_that_goes_on_with_another_name_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    assert train(by_position(steps=5), spares=0).exit_code == 0
+    ended = train(by_position("train_loader"), spares=0)
+    assert ended.exit_code == 1, ended
+    assert "has the states of 'loader', and the script carries 'train_loader'" in ended.because
+
+
 def test_sharded_ranks_go_back_to_a_snapshot(train: Train) -> None:
     reference = train(script(sharded), snapshot_every=4, reduction="none")
     ended = train(script(sharded), kill={1: moments(reference, 1, 3)[0]}, snapshot_every=4, reduction="none")
