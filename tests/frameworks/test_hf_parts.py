@@ -21,6 +21,8 @@ from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord
 from rackrun.frameworks.hf.tokens import TokenLoader
 
+pytestmark = pytest.mark.frameworks
+
 RANKS, MICRO_BATCH = 2, 2
 
 

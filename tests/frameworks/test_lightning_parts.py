@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from rackrun.errors import UsageError
@@ -22,9 +23,13 @@ from rackrun.frameworks.lightning import refusals, script_unchanged
 from rackrun.frameworks.lightning.base.data_order import LightningOrder
 from rackrun.frameworks.lightning.base.package import BOTH
 from rackrun.frameworks.lightning.base.plain_text import MOST_BYTES, decoded, encoded
+from rackrun.frameworks.lightning.forward_redirection import WholeRedirection
 from rackrun.frameworks.lightning.state import csv_rows
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
 from rackrun.frameworks.lightning.state.loop_state import LoopRecord, of_rank
+from rackrun.worker.membership.decisions.interruptions import Abandoned
+
+pytestmark = pytest.mark.frameworks
 
 STRATEGIES = """
 from lightning.pytorch import Trainer
@@ -167,6 +172,51 @@ def test_a_successor_goes_on_after_the_rows_that_count(tmp_path: Path) -> None:
         ("0.5", "2", "1.0"),
     ]
     assert sorted(path.name for path in Path(second.log_dir).iterdir()) == ["metrics.csv"]
+
+
+def test_a_job_that_is_resumed_finds_the_rows_that_a_new_logger_deletes(tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path, version=0)
+    for step in range(2):
+        first.log_metrics({"loss": float(step)}, step)
+        first.save()
+    resumed = CSVLogger(tmp_path, version=0)
+    csv_rows.set_rows_aside(resumed)
+    csv_rows.continue_rows(resumed, 2)
+    assert [one["loss"] for one in rows(resumed)] == ["0.0", "1.0"]
+    anew = CSVLogger(tmp_path, version=0)
+    csv_rows.set_rows_aside(anew)
+    csv_rows.drop_rows_aside(anew)
+    assert not list(Path(anew.log_dir).iterdir())
+
+
+def test_a_call_that_is_left_before_it_comes_to_the_module_leaves_nothing_in_it() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: int) -> int:
+            return x
+
+        def validation_step(self, x: int) -> int:
+            return 10 * int(self(x))
+
+    class Wrapper(torch.nn.Module):
+        lost = True
+
+        def __init__(self, inner: Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: int) -> int:
+            if self.lost:
+                raise Abandoned
+            return int(self.inner(x))
+
+    module = Module()
+    wrapper = Wrapper(module)
+    call = WholeRedirection(_ForwardRedirection())
+    with pytest.raises(Abandoned):
+        call(wrapper, module, "validation_step", 2)
+    wrapper.lost = False
+    assert call(wrapper, module, "validation_step", 2) == 20
+    assert module(3) == 3
 
 
 def test_a_successor_that_is_lost_while_it_begins_loses_no_row(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 
 from rackrun.errors import UsageError
 
+pytestmark = pytest.mark.frameworks
+
 with warnings.catch_warnings():  # of Megatron, that parts of it are missing, and of torch, which it compiles with
     warnings.simplefilter("ignore")
     import megatron.core
@@ -116,7 +118,6 @@ def test_an_optimizer_that_is_not_supported_is_refused(one: Any, named: str) -> 
         refusals.refuse_optimizer(ChainedOptimizer([one]))
 
 
-@pytest.mark.frameworks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("misuse", "said"),

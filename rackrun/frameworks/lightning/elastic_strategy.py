@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rackrun.frameworks.lightning.base.package import LightningPackage, package_in_use
 from rackrun.frameworks.lightning.elastic_ranks import ElasticRanks, is_mean_on_cpu, mean_over_ranks
+from rackrun.frameworks.lightning.forward_redirection import WholeRedirection
+from rackrun.frameworks.lightning.state.csv_rows import set_rows_aside
 from rackrun.frameworks.lightning.training_session import TrainingSession
 
 __all__ = ["Elastic", "strategy_class"]
@@ -40,10 +43,19 @@ class _ElasticStrategy(ElasticRanks):
 
     _rackrun: TrainingSession | None = None
 
+    def __init__(self, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self._forward_redirection = WholeRedirection(vars(self)["_forward_redirection"])
+
     def setup_distributed(self) -> None:
-        """Take the process group that rackrun has made."""
+        """Take the process group that rackrun has made, before loggers begin."""
         self._rackrun_package.fabric_part("utilities.seed").reset_seed()
         self.set_world_ranks()
+        trainer = getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
+        if trainer is not None and self.is_global_zero and os.environ.get("RACKRUN_CHECKPOINT_DIR"):
+            for logger in trainer.loggers:
+                if isinstance(logger, self._rackrun_package.part("loggers").CSVLogger):
+                    set_rows_aside(logger)
 
     def setup(self, trainer: Any) -> None:
         """Set the model and the optimizer up, and for ``fit`` the adapter. Raises `UsageError` for what it does not

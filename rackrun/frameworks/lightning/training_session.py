@@ -117,6 +117,7 @@ class TrainingSession:
         self._open()
         fresh = self._begin()
         if fresh:
+            self.logs.begin_anew()
             self.phase(self._sanity_check, "the sanity check")
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             trainer.fit_loop.run()

@@ -39,6 +39,8 @@ ALLOWED = {
     "torch_compat/feature_probe.py _sums_of_fsdp.decode": RARE,
     "integrity/silent_corruption.py CorruptionCheck._gather": RARE,
     "data/loader.py _Fetch._get": HOST,
+    "data/stream_states.py _bytes_of": HOST,
+    "membership/elastic_group.py ElasticGroup.gather_bytes": HOST,
     "data/dataset_generators.py state_of": HOST,
     "tensors/device_digest_triton.py load": RARE,
     "device/device_queue.py _CudaQueue.synchronise": RARE,

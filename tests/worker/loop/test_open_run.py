@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.variants import in_stories
+
 SCRIPT = """
 import sys
 import rackrun, torch
@@ -45,10 +47,13 @@ if sys.argv[1] == "twice":
     ("what", "said"),
     [
         ("whole", ["at the end", "after the loop"]),
-        ("break", ["after the loop", "at the end"]),
-        ("twice", ["at the end", "after the loop"]),
-        ("error at the end", ["at the end"]),
         ("break and error at the end", ["after the loop", "at the end"]),
+        *in_stories(
+            ("break", ["after the loop", "at the end"]),
+            ("twice", ["at the end", "after the loop"]),
+            ("error at the end", ["at the end"]),
+            names=2,
+        ),
     ],
 )
 def test_the_run_ends_with_the_script(what: str, said: list[str], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["continue_rows", "keep_whole"]
+__all__ = ["continue_rows", "drop_rows_aside", "keep_whole", "set_rows_aside"]
 
 
 def keep_whole(logger: Any) -> None:
@@ -16,6 +16,21 @@ def keep_whole(logger: Any) -> None:
     writer = logger._experiment
     if writer is not None and not isinstance(writer, _WholeFile):
         writer.__class__ = type(type(writer).__name__, (_WholeFile, type(writer)), {})
+
+
+def set_rows_aside(logger: Any) -> None:
+    """Begin ``logger``, a ``CSVLogger``, and keep the rows of a job that may be resumed, which it would delete."""
+    path = os.path.join(logger.log_dir, "metrics.csv")
+    if logger._experiment is None and logger._fs.isfile(path):
+        logger._fs.move(path, f"{path}.before")
+        _begin(logger)
+
+
+def drop_rows_aside(logger: Any) -> None:
+    """Delete what `set_rows_aside` has kept: the training is a new one."""
+    path = os.path.join(logger.log_dir, "metrics.csv.before")
+    if logger._fs.isfile(path):
+        logger._fs.rm_file(path)
 
 
 def continue_rows(logger: Any, rows: int) -> None:
@@ -33,15 +48,20 @@ def continue_rows(logger: Any, rows: int) -> None:
             kept = list(reader)[:rows]
             header = list(reader.fieldnames or [])
         logger._fs.move(path, f"{path}.before")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it deletes older files: it finds none
-        writer = logger.experiment
+    writer = _begin(logger)
     keep_whole(logger)
     if kept:
         writer.metrics_keys = header
         _write(writer, header, kept)
     if logger._fs.isfile(f"{path}.before"):
         logger._fs.rm_file(f"{path}.before")
+
+
+def _begin(logger: Any) -> Any:
+    """Return the logger's experiment writer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it deletes older files: it finds none
+        return logger.experiment
 
 
 class _WholeFile:

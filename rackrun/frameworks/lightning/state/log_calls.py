@@ -6,7 +6,7 @@ from typing import Any
 
 from rackrun.frameworks.lightning.base.package import LightningPackage
 from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
-from rackrun.frameworks.lightning.state.csv_rows import continue_rows, keep_whole
+from rackrun.frameworks.lightning.state.csv_rows import continue_rows, drop_rows_aside, keep_whole
 
 __all__ = ["LogCalls"]
 
@@ -67,6 +67,12 @@ class LogCalls:
                 logger._version = version
                 if hasattr(logger, "_experiment"):
                     logger._experiment = None
+
+    def begin_anew(self) -> None:
+        """Begin a new training, whatever files there are."""
+        for logger in self._loggers:
+            if self._is_csv(logger) and self._trainer.strategy.is_global_zero:
+                drop_rows_aside(logger)
 
     def become_main(self) -> None:
         """Go on where the rank 0 before this process has stopped."""
