@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch.utils.data import default_collate
 
 from rackrun.errors import StepError, UsageError
@@ -16,7 +18,7 @@ from rackrun.worker.data.stream_states import decode_state, digest_of, encode_st
 from rackrun.worker.torch_compat.dataloader_workers import end_workers
 from rackrun.worker.torch_compat.unhooked_calls import unobserved
 
-__all__ = ["ShardReader", "StreamSource", "buffers_a_shuffle"]
+__all__ = ["ShardReader", "StreamSource", "buffers_a_shuffle", "copied"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class StreamSource:
     """What the readers of all data shards of one stream have in common."""
 
     make: Callable[[int, int], Any]
-    """Returns the iterable over the samples of a data shard, given its index and the number of data shards."""
+    """Returns the iterable over the samples of a data shard, given its index and the number of data shards. It is
+    called for each epoch."""
     shards: int
     micro_batch: int
     collate: Callable[[Sequence[Any]], Any] | None
@@ -58,16 +61,17 @@ class ShardReader:
         self._entries = {at: entry for at, entry in self._entries.items() if at > position}
 
     def take(self, position: int, known: Sequence[Entry] = (), *, record: str = "") -> Any:
-        """Return the micro-batch at ``position``, and keep it.
+        """Return the micro-batch at ``position``, and keep it. It is a copy, since an iterable may fill one buffer again
+        and again.
 
         ``known``: the last entries of this data shard, older first. ``record``: ``"state"`` or ``"digest"``, what
         `entry` returns afterwards; "" for nothing. Raises `StepError` when the stream does not give the micro-batches
         that it gave before, and `UsageError` when it has no samples.
         """
-        if position not in self._kept:
+        if position not in self._kept or (record and position + 1 not in self._entries):
             try:
                 self._go_to(position, known)
-                batch = self._read()
+                batch = copied(self._read())
                 if record:
                     self._entries[position + 1] = self._entry(batch, with_state=record == "state")
                 self._kept[position] = batch
@@ -153,14 +157,11 @@ class ShardReader:
             return item
 
     def _begin_epoch(self) -> None:
+        """Make the iterable anew. What it remembers of former epochs, or of a state that was loaded, would be another
+        thing on a rank that has taken the data shard over."""
         self._epoch, self._items = self._epoch + 1, 0
-        if self._iterator is self.stream:  # it can be read only once
-            _close(self.stream, self._iterator)
-            self._open(None)
-            return
-        end_workers(self._iterator)
-        self._seed_epoch()
-        self._iterator = iter(self.stream)
+        _close(self.stream, self._iterator)
+        self._open(None)
 
     def _open(self, state: Any) -> None:
         """Make the iterable, and begin to read it in the current epoch, at ``state`` if that is not None."""
@@ -218,3 +219,28 @@ def _close(stream: Any, iterator: Any) -> None:
         if callable(close):
             with contextlib.suppress(Exception):  # it is not read any more: whatever it says changes nothing
                 close()
+
+
+def copied(batch: Any, device: torch.device | None = None) -> Any:
+    """Return a copy of ``batch``, its tensors on ``device``; None: where they are.
+
+    Other classes of dictionaries, lists and tuples are kept on a CPU. For another device they become what a `Loader`
+    makes of them. Raises `UsageError` where something cannot be copied.
+    """
+    moves = device is not None and device.type != "cpu"
+    if isinstance(batch, torch.Tensor):
+        there = batch if device is None else batch.to(device, non_blocking=True)
+        return there.clone() if there is batch else there
+    if type(batch) is dict or (moves and isinstance(batch, dict)):
+        return {key: copied(value, device) for key, value in batch.items()}
+    if hasattr(batch, "_fields") and isinstance(batch, tuple):
+        return type(batch)(*(copied(value, device) for value in batch))
+    if type(batch) in (list, tuple) or (moves and isinstance(batch, (list, tuple))):
+        return type(batch)([copied(value, device) for value in batch])
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:
+        raise UsageError(
+            f"a micro-batch of run.stream holds a {type(batch).__qualname__}, which cannot be copied: {error}.",
+            remedy="let collate return tensors, arrays, numbers, texts, and lists and dictionaries of them.",
+        ) from error

@@ -9,7 +9,6 @@ again reads nothing again. A rank that needs a data shard at another position op
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ import torch
 from rackrun.checkpoint.base.messages import say
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.loader import LOADER_BITS, BatchPlan, Shard
-from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle
+from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle, copied
 from rackrun.worker.data.stream_book import Entry, StreamBook
 from rackrun.worker.data.stream_states import digest_of
 from rackrun.worker.torch_compat.dataloader_workers import leave_no_folders
@@ -126,7 +125,7 @@ class Stream:
             last = turn == len(shards) - 1
             self._run._begin_shard(step, shard, last=last, ids=self._ids(shard))
             self._run._checks.record_delivery(reading)
-            yield _copied(batch, self._run.device)
+            yield copied(batch, self._run.device)
             if step._discarded:
                 self._run._checks.check_left_generators()
                 return  # as in `Loader`
@@ -167,8 +166,10 @@ class Stream:
             self._notice(reader, entry)
             if first and not position:
                 self._try_again(reader, entry)
-            elif first and known and known[-1].state and book.is_audited(self._index):
-                self._audit(reader, known[-1], entry)
+            elif first and known and known[-1].state:
+                first_end = known[-1].epoch == 0 < entry.epoch
+                if first_end or book.is_audited(self._index):
+                    self._audit(reader, known[-1], entry)
         return batch
 
     def _known(self, shard: int) -> tuple[Entry, ...]:
@@ -267,25 +268,3 @@ class Stream:
         if self._run.rank == 0 and text not in self._said:
             self._said.add(text)
             say(text)
-
-
-def _copied(batch: Any, device: torch.device) -> Any:
-    """Return a copy of ``batch`` on ``device``: the script may change what it is given, and a step that is done again
-    gets it as it was."""
-    if isinstance(batch, torch.Tensor):
-        there = batch.to(device, non_blocking=True)
-        return there.clone() if there is batch else there
-    if type(batch) is dict:
-        return {key: _copied(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        moved = [_copied(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
-    if type(batch) is list:
-        return [_copied(value, device) for value in batch]
-    try:
-        return copy.deepcopy(batch)
-    except Exception as error:
-        raise UsageError(
-            f"a micro-batch of run.stream holds a {type(batch).__qualname__}, which cannot be copied: {error}.",
-            remedy="let collate return tensors, arrays, numbers, texts, and lists and dictionaries of them.",
-        ) from error

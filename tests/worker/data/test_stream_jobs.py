@@ -22,9 +22,9 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.variants import in_stories
-from tests.worker.data.streamed import Forgets, Shuffled, Stateless, Vectors
+from tests.worker.data.streamed import CountsEpochs, Forgets, KeepsStart, Shuffled, Stateless, Vectors
 from tests.worker.harness import Ended, Swap, moments, say
-from tests.worker.scripts import Script, adam, ddp, fully_sharded, loss_of, net
+from tests.worker.scripts import WIDTH, Script, adam, ddp, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 STEPS, BATCH = 14, (12, 2)
@@ -125,6 +125,65 @@ def test_whoever_takes_a_rank_over_is_lost_while_it_reads_what_was_used(train: T
     assert len(ended.plans) == 2, ended
     same_with_a_loss(ended, reference)
     each_sample_once(ended)
+
+
+@pytest.mark.parametrize("make", [KeepsStart, CountsEpochs])
+def test_whoever_reads_on_in_an_epoch_begins_the_next_one_as_the_others_do(make: Any, train: Train) -> None:
+    """An epoch has 5 steps."""
+    reference = train(script(make, steps=18))
+    ended = train(script(make, steps=18), kill={1: after(8)})
+    same_with_a_loss(ended, reference)
+    each_sample_once(ended, 18)
+
+
+class Refills(Vectors):
+    """Whole micro-batches, for all data shards of a rank in one buffer."""
+
+    buffer = torch.zeros(MICRO, WIDTH)
+
+    def __iter__(self) -> Any:
+        samples = super().__iter__()
+        for pair in zip(samples, samples, strict=True):
+            yield torch.stack(pair, out=self.buffer)
+
+
+class Buffered(Refills):
+    """The same, each in a buffer of its own."""
+
+    def __iter__(self) -> Any:
+        yield from map(torch.clone, super().__iter__())
+
+
+def test_one_buffer_for_all_micro_batches_gives_each_its_own_data(train: Train) -> None:
+    reference = train(script(Buffered, batched=True), spares=0)
+    ended = train(script(Refills, batched=True), spares=0)
+    each_sample_once(ended)
+    assert ended.losses == reference.losses
+
+
+def test_an_order_that_depends_on_how_often_it_was_made_is_found_when_the_first_epoch_ends(train: Train) -> None:
+    made: dict[tuple[int, int], int] = {}
+
+    class Another(Vectors):
+        def __init__(self, shard: int, shards: int) -> None:
+            super().__init__(shard, shards)
+            self._seed = made[os.getpid(), shard] = made.get((os.getpid(), shard), -1) + 1
+
+        def __iter__(self) -> Any:
+            self._epoch = self._seed
+            return super().__iter__()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "seed": self._seed}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self._seed = state["seed"]
+
+    ended = train(script(Another, state_every=2), spares=0)
+    assert ended.exit_code == 1, ended
+    assert "does not give the same samples when it is read again from its own state_dict()" in ended.because
+    assert max(ended.losses) == 4
 
 
 def test_it_is_the_training_of_one_process(train: Train) -> None:
@@ -296,7 +355,7 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
             optimizer.step()
             optimizer.zero_grad()
 
-        for number in run.steps(6):
+        for number in run.steps(5):
             if run.rank == 1 and number == 3 and run.generation == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             step(number)
