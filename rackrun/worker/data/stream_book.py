@@ -69,11 +69,18 @@ class StreamBook:
         self._sizes = [shards, micro_batch]
         self._pages: list[_Page] = []
         self._reads: _Reads | None = None
+        self.closers: list[Callable[[], None]] = []
+        """What closes the readers of this rank, one for each stream."""
 
     def add(self, every: int) -> int:
         """Add a stream, and return its index. ``every``: steps from one entry to the next."""
         self._pages.append(_Page(every))
         return len(self._pages) - 1
+
+    def close_readers(self) -> None:
+        """Close all readers of this rank, with their processes: what they have kept is from a trial."""
+        for close in self.closers:
+            close()
 
     # -- what is known
     def turn(self, stream: int) -> int:

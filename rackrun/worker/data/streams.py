@@ -108,6 +108,7 @@ class Stream:
         self._given: set[int] = set()
         """Data shards of which a micro-batch was delivered in this attempt."""
         self._said: set[str] = set()
+        book.closers.append(self._close_all)
 
     def __iter__(self) -> Iterator[Any]:
         step, shards = self._run._current_step(), self._run._my_shards()
@@ -129,8 +130,6 @@ class Stream:
             if step._discarded:
                 self._run._checks.check_left_generators()
                 return  # as in `Loader`
-        if trial:
-            self._close_all()
         self._run._checks.end_iteration(reading)
 
     def __len__(self) -> int:

@@ -369,6 +369,43 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
     assert ended.said[0]["open"] == [0, 1]
 
 
+@pytest.mark.parametrize("how", ["raises", "leaves a stream half read"])
+def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how: str, train: Train) -> None:
+    """The newcomer takes a rank over in the very first step."""
+
+    def main(run: Run) -> None:
+        model = replicated(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data, other = run.stream(Vectors), run.stream(Vectors)
+        held: list[Any] = []
+
+        @run.step
+        def step(step: Step) -> None:
+            one, two = iter(data), iter(other)
+            if run._units.waiting_spare:
+                held.extend([one, two])  # as a frame in a cycle does
+            for batch, more in zip(one, two, strict=False):
+                if how == "raises" and run._units.waiting_spare:
+                    raise RuntimeError("values of a trial do not fit")
+                step.backward(loss_of(model, batch + more))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(3):
+            if run.rank == 1 and not number and run.generation == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if held:
+                assert not data._readers or number
+                assert not other._readers or number
+            step(number)
+        say(took_over=bool(held))
+
+    ended = train(main, start_over=True)
+    assert ended.exit_code == 0, ended
+    assert ended.said[1]["took_over"], ended
+
+
 def test_a_state_that_is_wrong_only_later_is_found_before_anybody_is_lost(train: Train) -> None:
     ended = train(script(Forgets, state_every=3), spares=0)
     assert ended.exit_code == 1, ended
