@@ -15,7 +15,7 @@ from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.data.stream_book import Entry, start_of
 from rackrun.worker.data.stream_states import decode_state, digest_of, encode_state
-from rackrun.worker.torch_compat.dataloader_workers import end_workers
+from rackrun.worker.torch_compat.dataloader_workers import children_stay, end_workers, let_workers_stay
 from rackrun.worker.torch_compat.unhooked_calls import unobserved
 
 __all__ = ["ShardReader", "StreamSource", "buffers_a_shuffle", "copied"]
@@ -125,7 +125,7 @@ class ShardReader:
         """Read the next micro-batch."""
         source = self._source
         count = 1 if source.batched else source.micro_batch
-        with unobserved():
+        with unobserved(), children_stay():
             items = [self._next(self._position * count + index) for index in range(count)]
         self._position += 1
         reseed(source.seed, "stream", source.number, self.shard, "collate", self._position)
@@ -167,13 +167,14 @@ class ShardReader:
         """Make the iterable, and begin to read it in the current epoch, at ``state`` if that is not None."""
         source = self._source
         reseed(source.seed, "stream", source.number, self.shard, "make")
-        with unobserved():
+        with unobserved(), children_stay():
             self.stream = source.make(self.shard, source.shards)
             if not hasattr(self.stream, "__iter__"):
                 raise UsageError(
                     f"make(shard, shards), given to run.stream, has returned a {type(self.stream).__name__}, which is no iterable.",
                     remedy="let it return an iterable over the samples of one data shard.",
                 )
+            let_workers_stay(self.stream)
             self._seed_epoch()
             on_stream = _has_state(self.stream)
             if state is not None and on_stream:

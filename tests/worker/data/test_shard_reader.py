@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import signal
+import subprocess
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,6 +238,45 @@ def test_processes_of_a_stream_end_with_its_reader() -> None:
     assert all(process.is_alive() for process in processes)
     one.close()
     assert not any(process.is_alive() for process in processes)
+
+
+def test_processes_of_a_stream_outlive_a_signal_to_every_process_of_the_job() -> None:
+    """A DataLoader of the script, one within its iterable, and one that is begun late."""
+
+    def begun_late(*_: int) -> Iterator[int]:
+        yield from range(3)
+        yield from loader()
+
+    def loader() -> Any:
+        return DataLoader(Lines(), num_workers=2, batch_size=None)
+
+    for make, before in ((lambda *_: loader(), 0), (lambda *_: iter(loader()), 0), (begun_late, 1)):
+        children = set(multiprocessing.active_children())
+        one = reader(make)
+        read(one, before + 1)
+        begun = set(multiprocessing.active_children()) - children
+        assert len(begun) == 2
+        for process in begun:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                subprocess.run(["kill", f"-{number}", str(process.pid)], check=True)
+        read(one, 3, before + 1)
+        assert all(process.is_alive() for process in begun)
+        for process in begun:
+            process.terminate()
+            process.join()
+            assert process.exitcode == 0, "as its parent has asked for"
+        one.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGUSR1}
+
+
+def test_a_worker_init_fn_of_the_scripts_own_runs_too(tmp_path: Path) -> None:
+    def begins(worker: int) -> None:
+        (tmp_path / str(worker)).touch()
+
+    one = reader(lambda *_: DataLoader(Lines(), num_workers=2, batch_size=None, worker_init_fn=begins))
+    read(one, 3)
+    one.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
