@@ -124,13 +124,16 @@ class StreamBook:
         self._reads.mine.setdefault(stream, {})[shard] = entry
 
     def exchange(self, step: Any, gather: Callable[[bytes], Sequence[bytes]]) -> None:
-        """Exchange the entries that are due in the attempt ``step``, before its gate. Collective where any is due.
+        """Exchange the entries that are due in the attempt ``step``, before its gate. Collective where any is due, also
+        of a stream that this rank does not read: another may.
 
         ``gather`` returns the bytes of all ranks. Raises `StepError` when the ranks have not read the same streams.
         """
-        reads = self._reads
-        if reads is None or reads.step is not step or not any(map(self.is_due, reads.shards)):
+        if step._at.phase or not any(map(self.is_due, range(len(self._pages)))):
             return
+        reads = self._reads
+        if reads is None or reads.step is not step:
+            reads = self._reads = _Reads(step)
         read = {stream: self.turn(stream) for stream in sorted(reads.shards)}
         rows = [
             msgspec.msgpack.decode(row, type=tuple[dict[int, int], dict[int, dict[int, Entry]]])

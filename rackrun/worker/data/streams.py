@@ -145,6 +145,9 @@ class Stream:
         """Begin to read in an attempt: drop what committed steps have used, and data shards that other ranks read."""
         if self._attempt is not step:
             self._attempt, self._given = step, set()
+            count = self._run._batch_of(int(step)).shards
+            # the gate detects a rank that does not read this stream, or at another turn
+            step._world.order.add(f"stream {self._index} {self._book.turn(self._index)} {count}")
         self._book.begins(step, self._index, self._run._batch_of(int(step)).shards)
         wanted = {shard.index for shard in shards}
         for index in [index for index in self._readers if index not in wanted]:

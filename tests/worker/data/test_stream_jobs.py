@@ -465,6 +465,34 @@ def test_two_streams_in_steps_in_turns(train: Train) -> None:
         same_with_a_loss(ended, reference)
 
 
+@pytest.mark.parametrize("every", [4, 1000], ids=["due for the other one", "due for none"])
+@pytest.mark.parametrize("at", [3, 5])
+def test_ranks_that_do_not_read_the_same_streams_are_refused_at_once(at: int, every: int, train: Train) -> None:
+    def main(run: Run) -> None:
+        model = replicated(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data, other = run.stream(Vectors, state_every=1000), run.stream(Vectors, state_every=every)
+
+        @run.step
+        def step(step: Step) -> None:
+            if run.rank or int(step) != at:
+                list(other)
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(8):
+            step(number)
+
+    ended = train(main, spares=0)
+    assert ended.exit_code == 1, ended
+    said = "do not read the same streams" if (at, every) == (3, 4) else "did not call the same collectives"
+    assert said in ended.because, ended
+    assert max(ended.losses) == at - 1
+
+
 @pytest.mark.parametrize(
     ("stream", "because"),
     [
