@@ -38,6 +38,8 @@ class StreamSource:
     """The stream's number among the loaders of the run."""
     progress: Callable[[], None] = lambda: None
     """Called after each item."""
+    slow: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Makes a context in which an item may take long."""
 
 
 class ShardReader:
@@ -50,6 +52,8 @@ class ShardReader:
         """The iterable that is being read; None before the first read."""
         self._iterator: Iterator[Any] | None = None
         self._position = self._epoch = self._items = 0
+        self._fresh = False
+        """Whether the iteration has begun, and has not given an item yet."""
         self._kept: dict[int, Any] = {}
         self._entries: dict[int, Entry] = {}
         self.has_state = False
@@ -104,13 +108,16 @@ class ShardReader:
     def _go_to(self, position: int, known: Sequence[Entry]) -> None:
         """Stand at ``position``: read forward from where the reader is, or from an entry if that is nearer or the only
         way."""
+        if self._iterator is not None and self._position == position:
+            return
         start = start_of(known, position)
         if self._iterator is None or not (start.position if start else 0) <= self._position <= position:
             self.begin_at(start)
         digests = {entry.position: entry.digest for entry in known}
-        while self._position < position:
-            batch = self._read()
-            self._check(batch, digests.get(self._position))
+        with self._source.slow():
+            while self._position < position:
+                batch = self._read()
+                self._check(batch, digests.get(self._position))
 
     def _check(self, batch: Any, digest: int | None) -> None:
         if digest is not None and digest_of(batch) != digest:
@@ -141,7 +148,8 @@ class ShardReader:
             assert self._iterator is not None, "it was opened"
             reseed(source.seed, "stream", source.number, self.shard, ordinal)
             try:
-                item = next(self._iterator)
+                with source.slow() if self._fresh else contextlib.nullcontext():
+                    item = next(self._iterator)
             except StopIteration:
                 if not self._items:
                     raise UsageError(
@@ -152,6 +160,7 @@ class ShardReader:
                     ) from None
                 self._begin_epoch()
                 continue
+            self._fresh = False
             self._items += 1
             source.progress()
             return item
@@ -167,7 +176,7 @@ class ShardReader:
         """Make the iterable, and begin to read it in the current epoch, at ``state`` if that is not None."""
         source = self._source
         reseed(source.seed, "stream", source.number, self.shard, "make")
-        with unobserved(), children_stay():
+        with unobserved(), children_stay(), source.slow():
             self.stream = source.make(self.shard, source.shards)
             if not hasattr(self.stream, "__iter__"):
                 raise UsageError(
@@ -179,7 +188,7 @@ class ShardReader:
             on_stream = _has_state(self.stream)
             if state is not None and on_stream:
                 self.stream.load_state_dict(state)
-            self._iterator = iter(self.stream)
+            self._iterator, self._fresh = iter(self.stream), True
             self.has_state = on_stream or _has_state(self._iterator)
             if state is not None and not on_stream:
                 cast("Any", self._iterator).load_state_dict(state)

@@ -33,6 +33,8 @@ __all__ = ["STATE_EVERY", "Stream"]
 STATE_EVERY = 16
 """Steps from one record of a stream's state to the next, where the script does not say."""
 _LARGE_BYTES = 2**20
+_OPENS_MS = 600_000
+"""How long it may take at least to open a data shard, or to read an item that is dropped: as long as a first step."""
 _NO_STATE_EVERY = 16
 """The same for digests, where no state is recorded."""
 
@@ -102,6 +104,7 @@ class Stream:
             seed=self._plan.seed,
             number=number,
             progress=run._progress,
+            slow=lambda: run._current_step()._world.page.allowing(_OPENS_MS),
         )
         self._readers: dict[int, ShardReader] = {}
         self._attempt: Step | None = None

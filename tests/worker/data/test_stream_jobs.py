@@ -369,6 +369,40 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
     assert ended.said[0]["open"] == [0, 1]
 
 
+def test_whoever_opens_a_data_shard_may_take_as_long_as_a_first_step(train: Train) -> None:
+    def main(run: Run) -> None:
+        limits: dict[str, list[int]] = {"make": [], "load": [], "first": [], "read": []}
+
+        def note(when: str) -> None:
+            if run.generation > 1 and not run._units.waiting_spare:
+                limits[when].append(run._runtime.page.deadline_ms)
+
+        class Noted(Vectors):
+            def __init__(self, shard: int, shards: int) -> None:
+                note("make")
+                super().__init__(shard, shards, 600)
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                note("load")
+                super().load_state_dict(state)
+
+            def __iter__(self) -> Any:
+                for place, sample in enumerate(super().__iter__()):
+                    note("read" if place > 20 else "first")
+                    yield sample
+
+        script(Noted, steps=30)(run)
+        say(**limits)
+
+    ended = train(main, kill={1: after(14)})
+    assert ended.exit_code == 0, ended
+    assert ended.plans, "nobody was lost"
+    newcomer = ended.said[1]
+    assert len(newcomer["load"]) >= 2
+    assert min(newcomer["make"] + newcomer["load"] + newcomer["first"][:1]) >= 600_000
+    assert 0 < max(newcomer["read"]) < 600_000
+
+
 @pytest.mark.parametrize("how", ["raises", "leaves a stream half read"])
 def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how: str, train: Train) -> None:
     """The newcomer takes a rank over in the very first step."""
