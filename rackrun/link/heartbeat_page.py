@@ -138,6 +138,21 @@ class HeartbeatPage:
         words[_DEADLINE_MS] = max(int(words[_DEADLINE_MS]), at_least_ms)
         words[_SINCE] = time.monotonic_ns()
 
+    @contextlib.contextmanager
+    def allowing(self, at_least_ms: int) -> Iterator[None]:
+        """Context in which all limits of the present activity are at least ``at_least_ms``, where there are any.
+        Afterwards the activity has its former limits, counted from then."""
+        words = self._words
+        before = {word: int(words[word]) for word in (_DEADLINE_MS, _BUSY_MS, _LEAST_MS)}
+        if before[_DEADLINE_MS]:
+            self.allow(at_least_ms)
+        try:
+            yield
+        finally:
+            words[_SINCE] = time.monotonic_ns()
+            for word, limit in before.items():
+                words[word] = limit
+
     def name_unit(self, name: str) -> None:
         """Set the name, for people, of a phase that begins now."""
         self._write_text(_UNIT_TEXT, name, _PLACE_TEXT)

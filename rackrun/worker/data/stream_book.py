@@ -69,11 +69,18 @@ class StreamBook:
         self._sizes = [shards, micro_batch]
         self._pages: list[_Page] = []
         self._reads: _Reads | None = None
+        self.closers: list[Callable[[], None]] = []
+        """What closes the readers of this rank, one for each stream."""
 
     def add(self, every: int) -> int:
         """Add a stream, and return its index. ``every``: steps from one entry to the next."""
         self._pages.append(_Page(every))
         return len(self._pages) - 1
+
+    def close_readers(self) -> None:
+        """Close all readers of this rank, with their processes: what they have kept is from a trial."""
+        for close in self.closers:
+            close()
 
     # -- what is known
     def turn(self, stream: int) -> int:
@@ -117,13 +124,16 @@ class StreamBook:
         self._reads.mine.setdefault(stream, {})[shard] = entry
 
     def exchange(self, step: Any, gather: Callable[[bytes], Sequence[bytes]]) -> None:
-        """Exchange the entries that are due in the attempt ``step``, before its gate. Collective where any is due.
+        """Exchange the entries that are due in the attempt ``step``, before its gate. Collective where any is due, also
+        of a stream that this rank does not read: another may.
 
         ``gather`` returns the bytes of all ranks. Raises `StepError` when the ranks have not read the same streams.
         """
-        reads = self._reads
-        if reads is None or reads.step is not step or not any(map(self.is_due, reads.shards)):
+        if step._at.phase or not any(map(self.is_due, range(len(self._pages)))):
             return
+        reads = self._reads
+        if reads is None or reads.step is not step:
+            reads = self._reads = _Reads(step)
         read = {stream: self.turn(stream) for stream in sorted(reads.shards)}
         rows = [
             msgspec.msgpack.decode(row, type=tuple[dict[int, int], dict[int, dict[int, Entry]]])

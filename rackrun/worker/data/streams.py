@@ -9,7 +9,6 @@ again reads nothing again. A rank that needs a data shard at another position op
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ import torch
 from rackrun.checkpoint.base.messages import say
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.loader import LOADER_BITS, BatchPlan, Shard
-from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle
+from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle, copied
 from rackrun.worker.data.stream_book import Entry, StreamBook
 from rackrun.worker.data.stream_states import digest_of
 from rackrun.worker.torch_compat.dataloader_workers import leave_no_folders
@@ -34,6 +33,8 @@ __all__ = ["STATE_EVERY", "Stream"]
 STATE_EVERY = 16
 """Steps from one record of a stream's state to the next, where the script does not say."""
 _LARGE_BYTES = 2**20
+_OPENS_MS = 600_000
+"""How long it may take at least to open a data shard, or to read an item that is dropped: as long as a first step."""
 _NO_STATE_EVERY = 16
 """The same for digests, where no state is recorded."""
 
@@ -103,12 +104,14 @@ class Stream:
             seed=self._plan.seed,
             number=number,
             progress=run._progress,
+            slow=lambda: run._current_step()._world.page.allowing(_OPENS_MS),
         )
         self._readers: dict[int, ShardReader] = {}
         self._attempt: Step | None = None
         self._given: set[int] = set()
         """Data shards of which a micro-batch was delivered in this attempt."""
         self._said: set[str] = set()
+        book.closers.append(self._close_all)
 
     def __iter__(self) -> Iterator[Any]:
         step, shards = self._run._current_step(), self._run._my_shards()
@@ -126,12 +129,10 @@ class Stream:
             last = turn == len(shards) - 1
             self._run._begin_shard(step, shard, last=last, ids=self._ids(shard))
             self._run._checks.record_delivery(reading)
-            yield _copied(batch, self._run.device)
+            yield copied(batch, self._run.device)
             if step._discarded:
                 self._run._checks.check_left_generators()
                 return  # as in `Loader`
-        if trial:
-            self._close_all()
         self._run._checks.end_iteration(reading)
 
     def __len__(self) -> int:
@@ -147,6 +148,9 @@ class Stream:
         """Begin to read in an attempt: drop what committed steps have used, and data shards that other ranks read."""
         if self._attempt is not step:
             self._attempt, self._given = step, set()
+            count = self._run._batch_of(int(step)).shards
+            # the gate detects a rank that does not read this stream, or at another turn
+            step._world.order.add(f"stream {self._index} {self._book.turn(self._index)} {count}")
         self._book.begins(step, self._index, self._run._batch_of(int(step)).shards)
         wanted = {shard.index for shard in shards}
         for index in [index for index in self._readers if index not in wanted]:
@@ -167,8 +171,10 @@ class Stream:
             self._notice(reader, entry)
             if first and not position:
                 self._try_again(reader, entry)
-            elif first and known and known[-1].state and book.is_audited(self._index):
-                self._audit(reader, known[-1], entry)
+            elif first and known and known[-1].state:
+                first_end = known[-1].epoch == 0 < entry.epoch
+                if first_end or book.is_audited(self._index):
+                    self._audit(reader, known[-1], entry)
         return batch
 
     def _known(self, shard: int) -> tuple[Entry, ...]:
@@ -267,25 +273,3 @@ class Stream:
         if self._run.rank == 0 and text not in self._said:
             self._said.add(text)
             say(text)
-
-
-def _copied(batch: Any, device: torch.device) -> Any:
-    """Return a copy of ``batch`` on ``device``: the script may change what it is given, and a step that is done again
-    gets it as it was."""
-    if isinstance(batch, torch.Tensor):
-        there = batch.to(device, non_blocking=True)
-        return there.clone() if there is batch else there
-    if type(batch) is dict:
-        return {key: _copied(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        moved = [_copied(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
-    if type(batch) is list:
-        return [_copied(value, device) for value in batch]
-    try:
-        return copy.deepcopy(batch)
-    except Exception as error:
-        raise UsageError(
-            f"a micro-batch of run.stream holds a {type(batch).__qualname__}, which cannot be copied: {error}.",
-            remedy="let collate return tensors, arrays, numbers, texts, and lists and dictionaries of them.",
-        ) from error

@@ -730,6 +730,9 @@ class UnitRunner:
             if tried is not None:
                 tried.ended()
                 tried.step._discarded = True
+            for one in self._parts.data_states:
+                if isinstance(one, StreamBook):
+                    one.close_readers()
             self._discard(reached_gate=tried is not None and tried.reached_gate)
             for one in self._parts.data_states:
                 one.trial_over()

@@ -1,18 +1,21 @@
-"""Ends the processes of a torch DataLoader at once (torch 2.10 to 2.15), whatever they are fetching, and without
-leaving files."""
+"""Keeps the processes that load data from signals that are for the agent, and ends those of a torch DataLoader at once
+(torch 2.10 to 2.15), whatever they are fetching, and without leaving files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-__all__ = ["end_workers", "leave_no_folders", "stay"]
+__all__ = ["children_stay", "end_workers", "leave_no_folders", "let_workers_stay", "stay"]
 
 _usual_address = connection.arbitrary_address  # type: ignore[attr-defined]
 
@@ -49,6 +52,56 @@ def _until_told(parent: int) -> None:
         heard = signal.sigwaitinfo(_FOR_THE_AGENT)
         if (heard.si_signo, heard.si_pid) == (signal.SIGTERM, parent):
             os._exit(0)
+
+
+class _Thread(threading.local):
+    children_stay = False
+    """Whether a process that this thread forks is one for `stay`."""
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def children_stay() -> Iterator[None]:
+    """Context in which signals to every process of a job do not end the processes that this thread starts.
+
+    They begin with these signals blocked. A forked one also ends at SIGTERM of its parent, as with `stay`.
+    """
+    was, _thread.children_stay = _thread.children_stay, True
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_AGENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _thread.children_stay = was
+
+
+def _forked() -> None:
+    if _thread.children_stay:
+        _thread.children_stay = False
+        stay(0)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class _Stays:
+    """`stay`, and then the script's own ``worker_init_fn``."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        stay(worker)
+        if self._then is not None:
+            self._then(worker)
+
+
+def let_workers_stay(loader: Any) -> None:
+    """Let the processes of ``loader`` begin with `stay` if it is a DataLoader, however they are started."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, _Stays):
+        loader.worker_init_fn = _Stays(loader.worker_init_fn)
 
 
 def end_workers(iteration: Any) -> None:

@@ -10,7 +10,17 @@ import torch
 
 from tests.worker.scripts import WIDTH
 
-__all__ = ["Forgets", "Numbers", "Shuffled", "Stateless", "Vectors", "one_shot"]
+__all__ = [
+    "CountsEpochs",
+    "Forgets",
+    "KeepsStart",
+    "Numbers",
+    "Refills",
+    "Shuffled",
+    "Stateless",
+    "Vectors",
+    "one_shot",
+]
 
 
 class Stateless:
@@ -59,6 +69,35 @@ class Vectors(Numbers):
     def sample(self, number: int) -> Any:
         vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
         return vector + torch.randn(WIDTH) * random.random()
+
+
+class KeepsStart(Vectors):
+    """Which begins every iteration where a state was loaded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for at in range(self._start, len(self._numbers)):
+            self._at = at + 1
+            yield self.sample(self._numbers[at])
+
+
+class CountsEpochs(Vectors):
+    """Which counts epochs itself, and leaves them out of its state."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch += 1
+        return super().__iter__()
+
+
+class Refills(Stateless):
+    """Of micro-batches in one buffer for each iteration."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = torch.zeros(1)
+        for number in super().__iter__():
+            yield buffer.fill_(number)
 
 
 class Shuffled(Numbers):

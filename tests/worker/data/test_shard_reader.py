@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import signal
+import subprocess
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rackrun.errors import StepError, UsageError
-from rackrun.worker.data.shard_reader import ShardReader, StreamSource
+from rackrun.worker.data.shard_reader import ShardReader, StreamSource, copied
 from rackrun.worker.data.stream_book import Entry, start_of
 from rackrun.worker.data.stream_states import decode_state, digest_of, encode_state
-from tests.worker.data.streamed import Numbers, Stateless, Vectors, one_shot
+from tests.worker.data.streamed import CountsEpochs, KeepsStart, Numbers, Refills, Stateless, Vectors, one_shot
 
 SHARDS, MICRO = 4, 3
 
@@ -44,12 +49,20 @@ def test_a_micro_batch_goes_on_into_the_next_epoch_and_every_sample_of_an_epoch_
     assert samples[:15] != samples[15:], "set_epoch was called"
 
 
-def test_what_can_be_read_only_once_is_made_anew_for_each_epoch() -> None:
-    samples = [sample for batch in read(reader(one_shot), 4) for sample in batch]
+@pytest.mark.parametrize("make", [one_shot, lambda shard, shards: list(one_shot(shard, shards))])
+def test_an_iterable_is_made_anew_for_each_epoch(make: Callable[[int, int], Any]) -> None:
+    made: list[int] = []
+
+    def noted(shard: int, shards: int) -> Any:
+        made.append(shard)
+        return make(shard, shards)
+
+    samples = [sample for batch in read(reader(noted), 4) for sample in batch]
     assert samples == [1, 5, 9, 13, 17, 21] * 2
+    assert made == [1, 1]
 
 
-@pytest.mark.parametrize("make", [Numbers, Stateless, Vectors, one_shot])
+@pytest.mark.parametrize("make", [Numbers, Stateless, Vectors, one_shot, KeepsStart, CountsEpochs])
 @pytest.mark.parametrize("position", [0, 1, 4, 5, 6, 11])
 def test_from_any_position_the_same_micro_batches_follow(make: Callable[[int, int], Any], position: int) -> None:
     undisturbed = reader(make)
@@ -74,10 +87,10 @@ def test_a_reader_that_is_behind_reads_on_and_does_not_open_the_stream_again() -
     one = reader(Numbers)
     one.take(0)
     stream = one.stream
-    expected = read(reader(Numbers), 6)[5]
-    assert one.take(5) == expected
+    expected = read(reader(Numbers), 5)[4]
+    assert one.take(4) == expected
     assert one.stream is stream
-    one.forget_before(6)
+    one.forget_before(5)
     one.take(3)
     assert one.stream is not stream
 
@@ -87,6 +100,45 @@ def test_a_micro_batch_that_is_asked_for_again_is_not_read_again() -> None:
     first = one.take(0)
     one.take(1)
     assert one.take(0) is first
+
+
+def test_an_iterable_may_fill_one_buffer_again_and_again() -> None:
+    one = reader(Refills, batched=True, collate=None)
+    assert [batch.tolist() for batch in read(one, 3)] == [[1], [5], [9]]
+    assert [batch.tolist() for batch in read(one, 3)] == [[1], [5], [9]]
+
+
+def test_an_entry_of_a_micro_batch_that_was_kept_without_one_is_made_by_reading_again() -> None:
+    one = reader(Numbers)
+    first = one.take(0)
+    assert one.take(0, record="state") == first
+    assert one.entry(1) == recorded(reader(Numbers), 1)[0]
+
+
+class Named(NamedTuple):
+    a: Any
+
+
+class Bag(dict[str, Any]):
+    pass
+
+
+class Row(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
+def test_tensors_in_any_container_are_copied_to_the_device(device: torch.device | None) -> None:
+    x = torch.ones(2)
+    batch = Bag(a=Named(x), b=OrderedDict(c=x), d=Row([x, (x,)]))
+    found = copied(batch, device)
+    tensors = [found["a"].a, found["b"]["c"], found["d"][0], found["d"][1][0]]
+    assert all(one is not x and one.device.type == (device.type if device else "cpu") for one in tensors)
+    assert type(found["a"]) is Named
+    assert type(found["d"]) is Row
+    if found["a"].a.device.type == "cpu":
+        assert type(found) is Bag
+        assert type(found["b"]) is OrderedDict
 
 
 def test_data_that_have_changed_are_never_trained_on() -> None:
@@ -186,6 +238,45 @@ def test_processes_of_a_stream_end_with_its_reader() -> None:
     assert all(process.is_alive() for process in processes)
     one.close()
     assert not any(process.is_alive() for process in processes)
+
+
+def test_processes_of_a_stream_outlive_a_signal_to_every_process_of_the_job() -> None:
+    """A DataLoader of the script, one within its iterable, and one that is begun late."""
+
+    def begun_late(*_: int) -> Iterator[int]:
+        yield from range(3)
+        yield from loader()
+
+    def loader() -> Any:
+        return DataLoader(Lines(), num_workers=2, batch_size=None)
+
+    for make, before in ((lambda *_: loader(), 0), (lambda *_: iter(loader()), 0), (begun_late, 1)):
+        children = set(multiprocessing.active_children())
+        one = reader(make)
+        read(one, before + 1)
+        begun = set(multiprocessing.active_children()) - children
+        assert len(begun) == 2
+        for process in begun:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                subprocess.run(["kill", f"-{number}", str(process.pid)], check=True)
+        read(one, 3, before + 1)
+        assert all(process.is_alive() for process in begun)
+        for process in begun:
+            process.terminate()
+            process.join()
+            assert process.exitcode == 0, "as its parent has asked for"
+        one.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGUSR1}
+
+
+def test_a_worker_init_fn_of_the_scripts_own_runs_too(tmp_path: Path) -> None:
+    def begins(worker: int) -> None:
+        (tmp_path / str(worker)).touch()
+
+    one = reader(lambda *_: DataLoader(Lines(), num_workers=2, batch_size=None, worker_init_fn=begins))
+    read(one, 3)
+    one.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

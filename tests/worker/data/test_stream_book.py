@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rackrun.errors import StepError, UsageError
+from rackrun.protocol.ids import Position
 from rackrun.worker.batch.batch_runs import shards_before
 from rackrun.worker.data.stream_book import Entry, StreamBook
 
@@ -16,6 +17,7 @@ def entry(position: int) -> Entry:
 class Attempt:
     def __init__(self, number: int) -> None:
         self.number = number
+        self._at = Position(number)
 
     def __int__(self) -> int:
         return self.number
@@ -95,6 +97,17 @@ def test_a_state_of_other_sizes_is_refused() -> None:
         other.load_state_dict(books()[0].state_dict())
     with pytest.raises(UsageError, match="this script reads 0"):
         StreamBook(4, 2).load_state_dict(books()[0].state_dict())
+
+
+def test_a_rank_that_reads_nothing_is_in_the_exchange_too() -> None:
+    (book,) = books(1)
+    rows: list[bytes] = []
+    book.exchange(Attempt(0), lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    assert len(rows) == 1
+    step = Attempt(0)
+    book.begins(step, 0, 4)
+    with pytest.raises(StepError, match="do not read the same streams in step 0"):
+        book.exchange(step, lambda row: [*rows, row])
 
 
 def test_ranks_that_read_different_streams_are_refused() -> None:

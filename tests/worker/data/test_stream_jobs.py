@@ -22,9 +22,9 @@ from rackrun.worker.batch.lr_rule import ScaleLR
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.variants import in_stories
-from tests.worker.data.streamed import Forgets, Shuffled, Stateless, Vectors
+from tests.worker.data.streamed import CountsEpochs, Forgets, KeepsStart, Shuffled, Stateless, Vectors
 from tests.worker.harness import Ended, Swap, moments, say
-from tests.worker.scripts import Script, adam, ddp, fully_sharded, loss_of, net
+from tests.worker.scripts import WIDTH, Script, adam, ddp, fully_sharded, loss_of, net
 
 Train = Callable[..., Ended]
 STEPS, BATCH = 14, (12, 2)
@@ -125,6 +125,65 @@ def test_whoever_takes_a_rank_over_is_lost_while_it_reads_what_was_used(train: T
     assert len(ended.plans) == 2, ended
     same_with_a_loss(ended, reference)
     each_sample_once(ended)
+
+
+@pytest.mark.parametrize("make", [KeepsStart, CountsEpochs])
+def test_whoever_reads_on_in_an_epoch_begins_the_next_one_as_the_others_do(make: Any, train: Train) -> None:
+    """An epoch has 5 steps."""
+    reference = train(script(make, steps=18))
+    ended = train(script(make, steps=18), kill={1: after(8)})
+    same_with_a_loss(ended, reference)
+    each_sample_once(ended, 18)
+
+
+class Refills(Vectors):
+    """Whole micro-batches, for all data shards of a rank in one buffer."""
+
+    buffer = torch.zeros(MICRO, WIDTH)
+
+    def __iter__(self) -> Any:
+        samples = super().__iter__()
+        for pair in zip(samples, samples, strict=True):
+            yield torch.stack(pair, out=self.buffer)
+
+
+class Buffered(Refills):
+    """The same, each in a buffer of its own."""
+
+    def __iter__(self) -> Any:
+        yield from map(torch.clone, super().__iter__())
+
+
+def test_one_buffer_for_all_micro_batches_gives_each_its_own_data(train: Train) -> None:
+    reference = train(script(Buffered, batched=True), spares=0)
+    ended = train(script(Refills, batched=True), spares=0)
+    each_sample_once(ended)
+    assert ended.losses == reference.losses
+
+
+def test_an_order_that_depends_on_how_often_it_was_made_is_found_when_the_first_epoch_ends(train: Train) -> None:
+    made: dict[tuple[int, int], int] = {}
+
+    class Another(Vectors):
+        def __init__(self, shard: int, shards: int) -> None:
+            super().__init__(shard, shards)
+            self._seed = made[os.getpid(), shard] = made.get((os.getpid(), shard), -1) + 1
+
+        def __iter__(self) -> Any:
+            self._epoch = self._seed
+            return super().__iter__()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "seed": self._seed}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self._seed = state["seed"]
+
+    ended = train(script(Another, state_every=2), spares=0)
+    assert ended.exit_code == 1, ended
+    assert "does not give the same samples when it is read again from its own state_dict()" in ended.because
+    assert max(ended.losses) == 4
 
 
 def test_it_is_the_training_of_one_process(train: Train) -> None:
@@ -296,7 +355,7 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
             optimizer.step()
             optimizer.zero_grad()
 
-        for number in run.steps(6):
+        for number in run.steps(5):
             if run.rank == 1 and number == 3 and run.generation == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             step(number)
@@ -308,6 +367,77 @@ def test_a_spare_reads_one_micro_batch_while_it_waits_and_keeps_nothing_open(tra
     assert newcomer.index(-1) == 1, "one data shard, for the trial"
     assert sorted(newcomer[2:]) == [2, 3], "two, for the step that was broken"
     assert ended.said[0]["open"] == [0, 1]
+
+
+def test_whoever_opens_a_data_shard_may_take_as_long_as_a_first_step(train: Train) -> None:
+    def main(run: Run) -> None:
+        limits: dict[str, list[int]] = {"make": [], "load": [], "first": [], "read": []}
+
+        def note(when: str) -> None:
+            if run.generation > 1 and not run._units.waiting_spare:
+                limits[when].append(run._runtime.page.deadline_ms)
+
+        class Noted(Vectors):
+            def __init__(self, shard: int, shards: int) -> None:
+                note("make")
+                super().__init__(shard, shards, 600)
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                note("load")
+                super().load_state_dict(state)
+
+            def __iter__(self) -> Any:
+                for place, sample in enumerate(super().__iter__()):
+                    note("read" if place > 20 else "first")
+                    yield sample
+
+        script(Noted, steps=30)(run)
+        say(**limits)
+
+    ended = train(main, kill={1: after(14)})
+    assert ended.exit_code == 0, ended
+    assert ended.plans, "nobody was lost"
+    newcomer = ended.said[1]
+    assert len(newcomer["load"]) >= 2
+    assert min(newcomer["make"] + newcomer["load"] + newcomer["first"][:1]) >= 600_000
+    assert 0 < max(newcomer["read"]) < 600_000
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves a stream half read"])
+def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how: str, train: Train) -> None:
+    """The newcomer takes a rank over in the very first step."""
+
+    def main(run: Run) -> None:
+        model = replicated(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data, other = run.stream(Vectors), run.stream(Vectors)
+        held: list[Any] = []
+
+        @run.step
+        def step(step: Step) -> None:
+            one, two = iter(data), iter(other)
+            if run._units.waiting_spare:
+                held.extend([one, two])  # as a frame in a cycle does
+            for batch, more in zip(one, two, strict=False):
+                if how == "raises" and run._units.waiting_spare:
+                    raise RuntimeError("values of a trial do not fit")
+                step.backward(loss_of(model, batch + more))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(3):
+            if run.rank == 1 and not number and run.generation == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if held:
+                assert not data._readers or number
+                assert not other._readers or number
+            step(number)
+        say(took_over=bool(held))
+
+    ended = train(main, start_over=True)
+    assert ended.exit_code == 0, ended
+    assert ended.said[1]["took_over"], ended
 
 
 def test_a_state_that_is_wrong_only_later_is_found_before_anybody_is_lost(train: Train) -> None:
@@ -367,6 +497,34 @@ def test_two_streams_in_steps_in_turns(train: Train) -> None:
     for rank in range(3):
         ended = train(main, kill={rank: after(8)})
         same_with_a_loss(ended, reference)
+
+
+@pytest.mark.parametrize("every", [4, 1000], ids=["due for the other one", "due for none"])
+@pytest.mark.parametrize("at", [3, 5])
+def test_ranks_that_do_not_read_the_same_streams_are_refused_at_once(at: int, every: int, train: Train) -> None:
+    def main(run: Run) -> None:
+        model = replicated(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data, other = run.stream(Vectors, state_every=1000), run.stream(Vectors, state_every=every)
+
+        @run.step
+        def step(step: Step) -> None:
+            if run.rank or int(step) != at:
+                list(other)
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(8):
+            step(number)
+
+    ended = train(main, spares=0)
+    assert ended.exit_code == 1, ended
+    said = "do not read the same streams" if (at, every) == (3, 4) else "did not call the same collectives"
+    assert said in ended.because, ended
+    assert max(ended.losses) == at - 1
 
 
 @pytest.mark.parametrize(

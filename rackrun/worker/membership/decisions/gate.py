@@ -109,6 +109,6 @@ def agreed(total: Sequence[float], size: int, at: Position) -> GateSums | None:
     if size * int(mark_squared) != int(mark) ** 2:  # equal only if all marks are (Cauchy and Schwarz)
         raise StepError(
             f"the ranks did not call the same collectives, in the same order, in {unit_text(at)}: what they have computed is not to be trusted.",
-            remedy="let nothing that differs between ranks decide which collectives run, or what a learning-rate rule says; if nothing does, please report this.",
+            remedy="let nothing that differs between ranks decide which collectives run, which run.stream is read, or what a learning-rate rule says; if nothing does, please report this.",
         )
     return GateSums.of(sums)
