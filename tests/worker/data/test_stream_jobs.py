@@ -404,8 +404,11 @@ def test_whoever_opens_a_data_shard_may_take_as_long_as_a_first_step(train: Trai
 
 
 @pytest.mark.parametrize("how", ["raises", "leaves a stream half read"])
-def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how: str, train: Train) -> None:
-    """The newcomer takes a rank over in the very first step."""
+def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(
+    how: str, train: Train, tmp_path: Path
+) -> None:
+    """The newcomer takes a rank over in the very first step, after its trial."""
+    tried = tmp_path / "tried"
 
     def main(run: Run) -> None:
         model = replicated(run)
@@ -419,6 +422,7 @@ def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how:
             one, two = iter(data), iter(other)
             if run._units.waiting_spare:
                 held.extend([one, two])  # as a frame in a cycle does
+                tried.touch()
             for batch, more in zip(one, two, strict=False):
                 if how == "raises" and run._units.waiting_spare:
                     raise RuntimeError("values of a trial do not fit")
@@ -428,6 +432,8 @@ def test_a_trial_that_does_not_read_a_stream_to_its_end_leaves_nothing_open(how:
 
         for number in run.steps(3):
             if run.rank == 1 and not number and run.generation == 1:
+                while not tried.exists():
+                    time.sleep(0.001)
                 os.kill(os.getpid(), signal.SIGKILL)
             if held:
                 assert not data._readers or number
