@@ -34,6 +34,8 @@ MARK = "RACKRUN_KIT"
 _NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
 _END_S = 3.0
+_EXECS_S = 0.2
+"""How long an `exec` may take."""
 """Checks end their own waits a little before their limit."""
 _CORES_FOR_MORE, _CORES_FOR_ONE, _MOST_BESIDE = 8, 4, 4
 _NOT_REACHED = 3
@@ -339,13 +341,29 @@ def _has_ended(pidfd: int) -> bool:
 def _sweep(mark: str) -> int:
     """Kill whatever carries it, in whatever session: how many there were."""
     wanted, killed = mark.encode(), set()
-    while pids := [pid for pid in _pids() if any(entry.startswith(wanted) for entry in _environment(pid))]:
+    until = time.monotonic() + _EXECS_S
+    while True:
+        environments = {pid: _environment(pid) for pid in _pids()}
+        pids = [pid for pid, entries in environments.items() if any(entry.startswith(wanted) for entry in entries)]
+        if not pids and (time.monotonic() > until or not any(map(_executes, _without_any(environments)))):
+            return len(killed)
         for pid in pids:
             killed.add(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-    return len(killed)
+
+
+def _without_any(environments: dict[int, list[bytes]]) -> list[int]:
+    return [pid for pid, entries in environments.items() if not any(entries)]
+
+
+def _executes(pid: int) -> bool:
+    """Whether it is a program, and neither the kernel's nor one that has ended: in the middle of ``exec`` a process shows
+    no environment."""
+    with contextlib.suppress(OSError):
+        return bool(os.readlink(f"/proc/{pid}/exe"))
+    return False
 
 
 def _found(outcome: str, seconds: float, note: str) -> dict[str, Any]:
