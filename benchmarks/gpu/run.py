@@ -340,7 +340,7 @@ def _has_ended(pidfd: int) -> bool:
 
 def _sweep(mark: str) -> int:
     """Kill whatever carries it, in whatever session: how many there were."""
-    wanted, killed = mark.encode(), set()
+    wanted, killed = mark.encode(), set[int]()
     until = time.monotonic() + _EXECS_S
     while True:
         environments = {pid: _environment(pid) for pid in _pids()}

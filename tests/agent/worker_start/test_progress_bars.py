@@ -117,6 +117,7 @@ def test_a_real_bar_of_tqdm_is_not_seen_and_what_it_writes_is(monkeypatch: pytes
 SCRIPT = """
 import sys, time
 import rackrun
+from tests.variants import in_stories
 @rackrun.elastic(global_batch_size=4, micro_batch_size=2, seed=1)
 def main(run):
     for number in range(3):
@@ -128,7 +129,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirected", [False, True])
+@pytest.mark.parametrize("redirected", [True, *in_stories(False)])
 def test_a_job_shows_the_bar_of_rank_0_and_logs_have_all(
     redirected: bool, run_rackrun: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -220,7 +220,7 @@ def test_without_spares_the_others_read_the_lost_ranks_data_shards(seed: int, tr
 
 
 @pytest.mark.feature("Streams", "a world that grows")
-@pytest.mark.parametrize("model_of", [replicated, sharded])
+@pytest.mark.parametrize("model_of", [sharded, *in_stories(replicated)])
 def test_a_rank_that_comes_back_reads_its_data_shards_on(model_of: Any, train: Train, tmp_path: Path) -> None:
     mark, steps = tmp_path / "ready", 24
 
@@ -321,6 +321,7 @@ class Lines(IterableDataset[Any]):
         return itertools.islice(self._vectors, worker.id, None, worker.num_workers)
 
 
+@pytest.mark.frameworks
 def test_streams_with_processes_of_their_own_leave_none_behind(train: Train) -> None:
     """The check around each test looks for them."""
 

@@ -111,7 +111,7 @@ UNITS = {
     steps_of_two_kinds: [Position(3), Position(4), Position(5), Position(5, 1), Position(5, 2), Position(5, EVERY + 1)],
 }
 CASES = [(main, at) for main, units in UNITS.items() for at in units]
-QUICK = {(phases_in_the_body, Position(5, 1)), (steps_of_two_kinds, Position(4))}
+QUICK = {(phases_in_the_body, Position(5, 1))}
 
 
 def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
