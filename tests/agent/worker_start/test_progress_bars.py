@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rackrun.agent.worker_start.progress_bars import BarFilter, FilteredStream
+from tests.variants import in_stories
 
 
 class Printed:
@@ -117,7 +118,6 @@ def test_a_real_bar_of_tqdm_is_not_seen_and_what_it_writes_is(monkeypatch: pytes
 SCRIPT = """
 import sys, time
 import rackrun
-from tests.variants import in_stories
 @rackrun.elastic(global_batch_size=4, micro_batch_size=2, seed=1)
 def main(run):
     for number in range(3):
