@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rackrun.core.placement import mesh_resize
 from rackrun.core.placement.mesh_resize import Axes
 from rackrun.errors import UsageError
 from rackrun.topology.model.mesh import DATA_AXES
 
-__all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "ranks_of_one_loss", "unfit_because"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "MESH_VARIABLE",
+    "MIN_RANKS_VARIABLE",
+    "Axes",
+    "axes_of",
+    "data_coordinate",
+    "fitted",
+    "ranks_of_one_loss",
+    "unfit_because",
+]
 
 MESH_VARIABLE = "RACKRUN_MESH"
 """Environment variable that the launcher sets, such as ``dp=16,tp=4``."""
@@ -43,6 +56,18 @@ def axes_of(
             remedy="give the same axes in the same order to both, or leave one of them out.",
         )
     return fitted(told, world_size) if changed else told
+
+
+def data_coordinate(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's index among the data-parallel ranks of ``mesh``, and their number."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a mesh over the whole world holds every rank"
+    assert mesh.mesh_dim_names is not None, "it was made with names"
+    index, size = 0, 1
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        if name in DATA_AXES:
+            index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
+    return index, size
 
 
 def fitted(axes: Axes, world_size: int) -> Axes:

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch.batch_runs import place
+from rackrun.worker.data.data_run import DataRun
 from rackrun.worker.data.dataset_generators import generators_of, state_of
 from rackrun.worker.data.rng import derive, reseed
 from rackrun.worker.torch_compat.dataloader_workers import end_workers, leave_no_folders, stay
 
 if TYPE_CHECKING:
-    from rackrun.worker.data.global_batch import StepBatch
     from rackrun.worker.steps.step import Step
 
 __all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard", "StepOrder"]
@@ -158,31 +158,9 @@ class BatchPlan:
         return permutation(epoch)[start : start + self.micro_batch]
 
 
-class _Checks(Protocol):
-    """The part of `rackrun.worker.script.script_checks.ScriptChecks` that a loader uses."""
-
-    def begin_iteration(self, attempt: Step, micro_batches: int) -> Any: ...
-    def record_generator_use(self, reading: Any, name: str, generator: Any) -> None: ...
-    def record_delivery(self, reading: Any) -> None: ...
-    def end_iteration(self, reading: Any) -> None: ...
-    def check_left_generators(self) -> None: ...
-
-
-class _Run(Protocol):
-    """The part of `rackrun.worker.loop.run.Run` that a loader uses."""
-
-    @property
-    def _batch(self) -> BatchPlan: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def _checks(self) -> _Checks: ...
-    def _current_step(self) -> Step: ...
+class _Run(DataRun, Protocol):
     @property
     def _order(self) -> StepOrder | None: ...
-    def _batch_of(self, step: int) -> StepBatch: ...
-    def _my_shards(self) -> list[Shard]: ...
-    def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
 
 
 class Loader:

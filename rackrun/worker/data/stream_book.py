@@ -78,7 +78,7 @@ class StreamBook:
         return len(self._pages) - 1
 
     def close_readers(self) -> None:
-        """Close all readers of this rank, with their processes: what they have kept is from a trial."""
+        """Close all readers of this rank, with their processes."""
         for close in self.closers:
             close()
 
@@ -164,7 +164,8 @@ class StreamBook:
                 page.packed = None
 
     def trial_over(self) -> None:
-        """Do nothing: what a spare reads in its trial is in no book."""
+        """Drop what a spare has read in its trial."""
+        self.close_readers()
 
     # -- tracked
     def state_dict(self) -> dict[str, Any]:

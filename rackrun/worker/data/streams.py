@@ -14,55 +14,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from rackrun.checkpoint.base.messages import say
 from rackrun.errors import StepError, UsageError
-from rackrun.worker.data.loader import LOADER_BITS, BatchPlan, Shard
+from rackrun.worker.data.data_run import DataRun
+from rackrun.worker.data.loader import LOADER_BITS, Shard
 from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle, copied
 from rackrun.worker.data.stream_book import Entry, StreamBook
 from rackrun.worker.data.stream_states import digest_of
 from rackrun.worker.torch_compat.dataloader_workers import leave_no_folders
 
 if TYPE_CHECKING:
-    from rackrun.worker.data.global_batch import StepBatch
     from rackrun.worker.steps.step import Step
 
 __all__ = ["STATE_EVERY", "Stream"]
 
 STATE_EVERY = 16
 """Steps from one record of a stream's state to the next, where the script does not say."""
+_DIGEST_EVERY = 16
+"""Steps from one digest to the next, where no state is recorded."""
 _LARGE_BYTES = 2**20
 _OPENS_MS = 600_000
 """How long it may take at least to open a data shard, or to read an item that is dropped: as long as a first step."""
-_NO_STATE_EVERY = 16
-"""The same for digests, where no state is recorded."""
 
 
-class _Checks(Protocol):
-    """The part of `rackrun.worker.script.script_checks.ScriptChecks` that a stream uses."""
-
-    def begin_iteration(self, attempt: Step, micro_batches: int) -> Any: ...
-    def record_delivery(self, reading: Any) -> None: ...
-    def end_iteration(self, reading: Any) -> None: ...
-    def check_left_generators(self) -> None: ...
-
-
-class _Run(Protocol):
-    """The part of `rackrun.worker.loop.run.Run` that a stream uses."""
-
-    @property
-    def _batch(self) -> BatchPlan: ...
-    @property
-    def device(self) -> torch.device: ...
+class _Run(DataRun, Protocol):
     @property
     def rank(self) -> int: ...
-    @property
-    def _checks(self) -> _Checks: ...
-    def _current_step(self) -> Step: ...
-    def _batch_of(self, step: int) -> StepBatch: ...
-    def _my_shards(self) -> list[Shard]: ...
-    def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
     def _is_trial(self) -> bool: ...
     def _progress(self) -> None: ...
 
@@ -93,7 +71,7 @@ class Stream:
         leave_no_folders()
         self._run, self._book, self._plan = run, book, run._batch
         self._with_state = state_every > 0
-        self._index = book.add(state_every or _NO_STATE_EVERY)
+        self._index = book.add(state_every or _DIGEST_EVERY)
         self._number = number
         self._source = StreamSource(
             make=make,
@@ -111,7 +89,7 @@ class Stream:
         self._given: set[int] = set()
         """Data shards of which a micro-batch was delivered in this attempt."""
         self._said: set[str] = set()
-        book.closers.append(self._close_all)
+        book.closers.append(self.close)
 
     def __iter__(self) -> Iterator[Any]:
         step, shards = self._run._current_step(), self._run._my_shards()
@@ -141,7 +119,9 @@ class Stream:
 
     def close(self) -> None:
         """Close all readers, with their processes."""
-        self._close_all()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
 
     # -- helpers
     def _begin(self, step: Step, shards: Sequence[Shard]) -> None:
@@ -253,11 +233,6 @@ class Stream:
         if shard not in self._readers:
             self._readers[shard] = ShardReader(self._source, shard)
         return self._readers[shard].take(0)
-
-    def _close_all(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
 
     def _ids(self, shard: Shard) -> np.ndarray[Any, Any]:
         """Return the ids of a micro-batch for the ledger, int64: each sample of the stream has another one, in all

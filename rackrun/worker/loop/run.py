@@ -16,17 +16,16 @@ from rackrun.errors import StepError, UsageError
 from rackrun.protocol.ids import BEGIN, EVERY, Position
 from rackrun.topology.model.mesh import DATA_AXES
 from rackrun.worker.batch.lr_rule import ScaleLR
-from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
+from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, data_coordinate, fitted, unfit_because
 from rackrun.worker.batch.microbatch_collectives import MicrobatchCollectives
-from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard, StepOrder
 from rackrun.worker.data.rng import reseed
-from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.data.streams import STATE_EVERY, Stream
 from rackrun.worker.device.numerics import numerics_of
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.exact.fixed_point_scales import width_of
+from rackrun.worker.loop.data_sources import DataSources
 from rackrun.worker.loop.driven_loop import NO_END, DrivenLoop
 from rackrun.worker.loop.entry_parts import MainHandover
 from rackrun.worker.loop.loop_exit import all_leave
@@ -93,11 +92,6 @@ class Run:
     ``device`` is the torch device on which this rank computes.
     """
 
-    _streams: StreamBook | None = None
-    """The positions of all streams; None without any."""
-    _carried_states: CarriedStates | None = None
-    """The states given to `carry`; None without any."""
-
     def __init__(
         self,
         runtime: Runtime,
@@ -123,7 +117,7 @@ class Run:
             changed = boot is not None and boot.generation > 1
             self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
         self._mesh: DeviceMesh | None = None
-        self._loaders: list[Loader | Stream] = []
+        self._data = DataSources(self)
         self._state = TrackedState()
         self._state.numerics = functools.partial(numerics_of, runtime.device)
         width = width_of(reduction, batch.shards)
@@ -276,10 +270,7 @@ class Run:
         ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data
         set is smaller than one global batch.
         """
-        loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
-        loader.number = len(self._loaders)
-        self._loaders.append(loader)
-        return loader
+        return self._data.loader(dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
 
     def stream(
         self,
@@ -298,25 +289,7 @@ class Run:
         never); and ``set_epoch``, as it begins anew at its end. Raises `StepError` when ``run.steps`` has begun
         already, and `UsageError` where a framework decides about the samples.
         """
-        if self._world.scope is not Scope.SETUP:
-            raise StepError(
-                "run.stream was called after run.steps(), so a process that takes a rank over would not know where it stands.",
-                remedy="call it before run.steps().",
-            )
-        if self._order is not None:
-            raise UsageError(
-                "run.stream does not work where a framework decides about the samples of each step.",
-                remedy="give the framework's trainer a map-style data set, or write the loop with @rackrun.elastic.",
-            )
-        if self._streams is None:
-            self._streams = StreamBook(self._batch.shards, self._batch.micro_batch)
-            self._units.keeps("rackrun.streams", self._streams)
-        number = len(self._loaders)
-        stream = Stream(
-            self, self._streams, make, number=number, collate=collate, batched=batched, state_every=state_every
-        )
-        self._loaders.append(stream)
-        return stream
+        return self._data.stream(make, collate=collate, batched=batched, state_every=state_every)
 
     def carry(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         """Carry the state of a loader of this data-parallel rank, which the script or a framework owns.
@@ -327,21 +300,7 @@ class Run:
         Raises `StepError` for a name in use and when ``run.steps`` has begun already, and `UsageError` for a state
         that cannot be kept and with ``reduction="exact"``.
         """
-        if self._world.scope is not Scope.SETUP:
-            raise StepError(
-                f"run.carry({name!r}, ...) was called after run.steps(), so a process that takes a rank over would not know of it.",
-                remedy="call it before run.steps().",
-            )
-        if self._units.is_exact:
-            raise UsageError(
-                'run.carry does not work with reduction="exact", which needs the micro-batches of run.loader or run.stream.',
-                remedy='read the data through run.stream, or use reduction="fast".',
-            )
-        if self._carried_states is None:
-            self._carried_states = CarriedStates(self._data_coordinate)
-            self._units.keeps("rackrun.carried", self._carried_states)
-            self._checks.own_data_is_carried = True
-        self._carried_states.add(name, get, put)
+        self._data.carry(name, get, put)
 
     # -- the loop
     def step(self, function: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[int, P], T]:
@@ -621,9 +580,9 @@ class Run:
             if self._driven is not None:
                 self._units.ends_after(left_after)
             self._run_at_end(self._open, after=0)
-        self._close_streams()
+        self._data.close_streams()
         self._units.finish()
-        self._close_streams()  # steps may have been done again meanwhile
+        self._data.close_streams()  # steps may have been done again meanwhile
 
     def _leaves(self, error: BaseException | None) -> bool:
         """Whether ``main`` is to be entered again, whatever it returned or raised. `rackrun.elastic` calls this when
@@ -637,9 +596,7 @@ class Run:
     def _let_go(self) -> MainHandover:
         """End everything that this run has begun, except what the next entry of ``main`` takes over, which is returned.
         `rackrun.elastic` calls this."""
-        for loader in self._loaders:
-            loader.close()
-        self._loaders.clear()
+        self._data.let_go()
         self._checks.let_go()
         return self._units.let_go()
 
@@ -688,25 +645,12 @@ class Run:
         self._runtime.page.progress()
 
     # -- helpers
-    def _close_streams(self) -> None:
-        for loader in self._loaders:
-            if isinstance(loader, Stream):
-                loader.close()
-
     def _data_coordinate(self) -> tuple[int, int]:
         """Return this rank's index among the data-parallel ranks, and their number. Ranks along the other axes share
         its data."""
         if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in DATA_AXES):
             return self._world.rank, self._world.size
-        mesh = self.mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "a mesh over the whole world holds every rank"
-        assert mesh.mesh_dim_names is not None, "it was made with names"
-        index, size = 0, 1
-        for axis, name in enumerate(mesh.mesh_dim_names):
-            if name in DATA_AXES:
-                index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
-        return index, size
+        return data_coordinate(self.mesh)
 
     def _worlds(self) -> Worlds:
         """Return the number of ranks that the world began with, and (first step, ranks) of all its worlds. Without a
@@ -734,8 +678,7 @@ class Run:
 
     def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._places.run_callbacks()
-        if self._carried_states is not None:
-            self._carried_states.begin()
+        self._data.begin_attempt()
         return self._checks.run(step, function, args, kwargs)
 
     def _phase(self, at: Position, function: Callable[[], T], name: str, *, in_body: bool = False) -> T:

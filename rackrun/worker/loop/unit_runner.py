@@ -22,6 +22,7 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.batch.mesh_axes import Axes
+from rackrun.worker.communicators.nccl_warmup import warm_nccl
 from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
@@ -30,7 +31,6 @@ from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
-from rackrun.worker.loop.nccl_warmup import warm_nccl
 from rackrun.worker.loop.pause import WorkerPause
 from rackrun.worker.loop.resize_support import fixed_because, held_because
 from rackrun.worker.loop.unit_attempt import UnitAttempt
@@ -730,9 +730,6 @@ class UnitRunner:
             if tried is not None:
                 tried.ended()
                 tried.step._discarded = True
-            for one in self._parts.data_states:
-                if isinstance(one, StreamBook):
-                    one.close_readers()
             self._discard(reached_gate=tried is not None and tried.reached_gate)
             for one in self._parts.data_states:
                 one.trial_over()

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.worker.loop import nccl_warmup
-from rackrun.worker.loop.nccl_warmup import warm_nccl
+from rackrun.worker.communicators import nccl_warmup
+from rackrun.worker.communicators.nccl_warmup import warm_nccl
 from rackrun.worker.loop.run import Run
 from tests.worker.harness import Ended, say
 from tests.worker.scripts import adam, ddp, fit

@@ -57,7 +57,7 @@ ALLOWED = {
     "state/objects/tracked_generators.py _OfOldNumpy.state_dict": HOST,
     "state/objects/tracked_generators.py _OfTorch.load_state_dict": RARE,
     "restore/process_vm.py PeerProcess.__init__": HOST,
-    "loop/nccl_warmup.py _OneRankNccl.use": "in a thread of its own, of a spare",
+    "communicators/nccl_warmup.py _OneRankNccl.use": "in a thread of its own, of a spare",
     "loop/pause.py WorkerPause.hold": RARE,
     "tensors/readback.py Readback.__init__": HOST,
     "tensors/readback.py Readback.value": HOST,

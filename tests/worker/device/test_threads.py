@@ -28,7 +28,7 @@ FIRST = {
     ("worker/device/device_return.py", "self._synchronise"): "_synchronise",
     ("worker/communicators/nccl.py", "connect"): "connect",
     ("worker/communicators/nccl.py", "self._end"): "_end",
-    ("worker/loop/nccl_warmup.py", "_warm"): "_warm",
+    ("worker/communicators/nccl_warmup.py", "_warm"): "_warm",
     ("worker/communicators/on_demand.py", "self._build_part"): "_build_part",
     ("worker/restore/refill.py", "pool"): "",
     ("worker/membership/worker_membership.py", "_drop"): "_drop",

@@ -789,7 +789,7 @@ def test_the_loaders_processes_leave_a_schedulers_signals_alone(train: Train) ->
 
     def main(run: Run) -> None:
         def signalled(number: int) -> None:
-            stream = run._loaders[0]._workers._stream  # type: ignore[union-attr]
+            stream = run._data._loaders[0]._workers._stream  # type: ignore[union-attr]
             for process in stream._workers:  # type: ignore[union-attr]
                 for name in ("TERM", "HUP", "USR1", "USR2"):
                     subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)

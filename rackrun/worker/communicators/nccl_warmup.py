@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rackrun.checkpoint.base.messages import say
 from rackrun.checkpoint.host_memory.device_threads import use_device
-from rackrun.worker.process.reports import say
 
 __all__ = ["OneRankCommunicator", "warm_nccl"]
 
