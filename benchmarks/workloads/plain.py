@@ -39,7 +39,7 @@ class Saved:
         """Load what is there, and return the step to begin with."""
         if not self._path.exists():
             return 0
-        state = torch.load(self._path, weights_only=False)
+        state = torch.load(self._path, weights_only=True)
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         return int(state["step"]) + 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FrameworkJobs"]
+__all__ = ["FrameworkJobs", "own_loop", "same"]
 
 RANKS = 2
 TORCHRUN_S = 150.0
@@ -90,3 +90,16 @@ def same(stock: dict[str, Any], elastic: dict[str, Any], *, struck: bool) -> Non
 
 def _written(folder: Path) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))}
+
+
+def own_loop(
+    script: Path, run_rackrun: Callable[..., Any], folder: Path, kill: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Train by ``script``, a loop of its own that is given ``FOLDER KILL``, on two ranks and a spare. Return what each
+    rank has written, and the lines that the main process has."""
+    folder.mkdir()
+    command = ["--standalone", "--nproc-per-node", RANKS + 1, "--spares", 1, script, folder, kill]
+    ran = run_rackrun(command, timeout=RACKRUN_S, env={"OMP_NUM_THREADS": "1"})
+    assert ran.exit_code == 0, ran
+    assert (folder / "struck").exists() == bool(kill), ran
+    return _written(folder), (folder / "main.txt").read_text().splitlines()
