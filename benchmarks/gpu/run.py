@@ -34,9 +34,9 @@ MARK = "RACKRUN_KIT"
 _NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
 _END_S = 3.0
+"""Checks end their own waits a little before their limit."""
 _EXECS_S = 0.2
 """How long an `exec` may take."""
-"""Checks end their own waits a little before their limit."""
 _CORES_FOR_MORE, _CORES_FOR_ONE, _MOST_BESIDE = 8, 4, 4
 _NOT_REACHED = 3
 _DRY_PATIENCE = 2.0
@@ -345,7 +345,7 @@ def _sweep(mark: str) -> int:
     while True:
         environments = {pid: _environment(pid) for pid in _pids()}
         pids = [pid for pid, entries in environments.items() if any(entry.startswith(wanted) for entry in entries)]
-        if not pids and (time.monotonic() > until or not any(map(_executes, _without_any(environments)))):
+        if not pids and (time.monotonic() > until or not any(map(_executes, _with_empty_environment(environments)))):
             return len(killed)
         for pid in pids:
             killed.add(pid)
@@ -354,7 +354,7 @@ def _sweep(mark: str) -> int:
         time.sleep(0.005)
 
 
-def _without_any(environments: dict[int, list[bytes]]) -> list[int]:
+def _with_empty_environment(environments: dict[int, list[bytes]]) -> list[int]:
     return [pid for pid, entries in environments.items() if not any(entries)]
 
 

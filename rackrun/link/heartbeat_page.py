@@ -139,7 +139,7 @@ class HeartbeatPage:
         words[_SINCE] = time.monotonic_ns()
 
     @contextlib.contextmanager
-    def allowing(self, at_least_ms: int) -> Iterator[None]:
+    def with_limit_at_least(self, at_least_ms: int) -> Iterator[None]:
         """Context in which all limits of the present activity are at least ``at_least_ms``, where there are any.
         Afterwards the activity has its former limits, counted from then."""
         words = self._words

@@ -63,7 +63,7 @@ class FrameworkJobs:
         what each rank has written."""
         folder = self._new_folder()
         options = ["--max-restarts", 0, "--checkpoint-dir", folder / "kept", "--checkpoint-every", 3]
-        command = ["--standalone", "--nproc-per-node", RANKS, *options, self._script, folder, "elastic", kill]
+        command = ["--standalone", "--nproc-per-node", self._ranks, *options, self._script, folder, "elastic", kill]
         for exit_code in (3, 0):
             ran = self._run_rackrun([*command, json.dumps(arguments)], timeout=RACKRUN_S, env={"OMP_NUM_THREADS": "1"})
             assert ran.exit_code == exit_code, ran

@@ -37,10 +37,10 @@ This page is written by `python -m tests.frameworks.table` from the tests: each 
 *Works* means the same weights and the same logs as without rackrun or without a fault, to the bit. *Refused* means an
 error before the first step that says what to write instead. All of it runs on CPUs, with torch {torch}.
 
-What a line needs to know more: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md),
+More about each: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md),
 [Lightning](lightning.md), [Fabric](fabric.md), [Megatron-Core](megatron.md), [streams](streams.md), [plain
-loops](convert_a_script.md), [scripts for each task](recipes.md). With which versions of torch these tests pass is in
-[torch versions](torch_versions.md).
+loops](convert_a_script.md), [scripts for each task](recipes.md). The versions of torch with which these tests pass are
+in [torch versions](torch_versions.md).
 """
 
 

@@ -19,11 +19,11 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.lightning import refusals, script_unchanged
+from rackrun.frameworks.lightning import refusals
 from rackrun.frameworks.lightning.base.data_order import LightningOrder
 from rackrun.frameworks.lightning.base.package import BOTH
-from rackrun.frameworks.lightning.base.plain_text import MOST_BYTES, decoded, encoded
-from rackrun.frameworks.lightning.forward_redirection import WholeRedirection
+from rackrun.frameworks.lightning.base.plain_text import TENSOR_BYTES_MAX, decoded, encoded
+from rackrun.frameworks.lightning.forward_redirection import RestoringRedirection
 from rackrun.frameworks.lightning.state import csv_rows
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
 from rackrun.frameworks.lightning.state.loop_state import LoopRecord, of_rank
@@ -130,7 +130,7 @@ def test_a_value_is_the_same_after_its_way_to_another_process(value: Any) -> Non
         assert found == value
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), torch.zeros(MOST_BYTES // 4 + 1)])
+@pytest.mark.parametrize("value", [{1, 2}, object(), torch.zeros(TENSOR_BYTES_MAX // 4 + 1)])
 def test_what_another_process_could_not_be_given_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="Mine keeps a"):
         encoded([value], "Mine")
@@ -158,7 +158,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 
 def test_a_successor_goes_on_after_the_rows_that_count(tmp_path: Path) -> None:
     first = CSVLogger(tmp_path, version=0)
-    csv_rows.keep_whole(first)
+    csv_rows.replace_atomically(first)
     for step in range(3):
         first.log_metrics({"loss": step / 3, **({"later": 1.0} if step == 2 else {})}, step)
         first.save()
@@ -180,12 +180,12 @@ def test_a_job_that_is_resumed_finds_the_rows_that_a_new_logger_deletes(tmp_path
         first.log_metrics({"loss": float(step)}, step)
         first.save()
     resumed = CSVLogger(tmp_path, version=0)
-    csv_rows.set_rows_aside(resumed)
+    csv_rows.back_up_rows(resumed)
     csv_rows.continue_rows(resumed, 2)
     assert [one["loss"] for one in rows(resumed)] == ["0.0", "1.0"]
     anew = CSVLogger(tmp_path, version=0)
-    csv_rows.set_rows_aside(anew)
-    csv_rows.drop_rows_aside(anew)
+    csv_rows.back_up_rows(anew)
+    csv_rows.delete_backup(anew)
     assert not list(Path(anew.log_dir).iterdir())
 
 
@@ -211,7 +211,7 @@ def test_a_call_that_is_left_before_it_comes_to_the_module_leaves_nothing_in_it(
 
     module = Module()
     wrapper = Wrapper(module)
-    call = WholeRedirection(_ForwardRedirection())
+    call = RestoringRedirection(_ForwardRedirection())
     with pytest.raises(Abandoned):
         call(wrapper, module, "validation_step", 2)
     wrapper.lost = False
@@ -342,10 +342,17 @@ def test_validation_between_micro_batches_is_refused(
 
 
 # -- scripts that are not touched
-def test_the_package_that_a_script_names_is_changed() -> None:
-    installed = [one for one in BOTH if one.is_installed]
-    assert script_unchanged._packages("import lightning as L") == [BOTH[0]]
-    assert script_unchanged._packages("from mine import train") == installed
+@pytest.mark.parametrize("before", ["", "import lightning.pytorch\n"])
+def test_the_trainer_of_each_package_is_changed_wherever_it_is_imported(before: str) -> None:
+    installed = [one.pytorch for one in BOTH if one.is_installed]
+    lines = [f"{before}from rackrun.frameworks.lightning import script_unchanged", "script_unchanged.install()"]
+    for name in reversed(installed):
+        lines += [f"from {name} import Trainer", "made = Trainer(accelerator='cpu', logger=False)"]
+        lines += [f"print({name!r}, type(made.strategy).__name__)"]
+    run = [sys.executable, "-c", "\n".join(lines)]
+    ran = subprocess.run(run, capture_output=True, text=True, timeout=90, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [f"{name} ElasticStrategy" for name in reversed(installed)]
 
 
 def test_the_strategies_that_are_ddp_are_replaced() -> None:

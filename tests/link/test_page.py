@@ -45,11 +45,11 @@ def test_what_is_expected_raises_all_limits_that_there_are(page: HeartbeatPage) 
 
 def test_what_is_allowed_for_a_while_leaves_the_former_limits(page: HeartbeatPage) -> None:
     page.enter(Activity.STEP, deadline_ms=2_000, busy_ms=30_000, least_ms=1_000)
-    with page.allowing(10_000):
+    with page.with_limit_at_least(10_000):
         assert (page.deadline_ms, page.busy_ms, page.least_ms) == (10_000, 30_000, 10_000)
     assert (page.deadline_ms, page.busy_ms, page.least_ms) == (2_000, 30_000, 1_000)
     page.enter(Activity.WAITING)
-    with page.allowing(10_000):
+    with page.with_limit_at_least(10_000):
         assert page.deadline_ms == 0, "nothing counts as a stall"
 
 

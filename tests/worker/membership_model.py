@@ -11,7 +11,7 @@ from functools import partial
 from rackrun.core.generation.restore_plan import ParkReport, committed
 from rackrun.protocol.commands import GenerationPlan
 from rackrun.protocol.ids import BEGIN, Generation, Position, Rank
-from rackrun.worker.membership.decisions.gate_sums import NOTHING, GateSums
+from rackrun.worker.membership.decisions.gate_sums import ZERO_SUMS, GateSums
 from rackrun.worker.membership.decisions.membership_machine import MembershipMachine
 from rackrun.worker.membership.decisions.membership_states import MembershipState
 
@@ -52,7 +52,7 @@ def plan_of(generation: int, upto: Position = BEGIN, gate: tuple[float, ...] = (
 
 def sums_of(gate: Gate) -> GateSums:
     """Sums by which the gates of a test differ."""
-    return GateSums.of([*map(float, gate), *NOTHING.values[len(gate) :]])
+    return GateSums.of([*map(float, gate), *ZERO_SUMS.values[len(gate) :]])
 
 
 @dataclass

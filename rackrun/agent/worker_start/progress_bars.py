@@ -91,7 +91,7 @@ class FilteredStream(io.TextIOWrapper):
         """Write ``text`` without bars. Return its length."""
         if self.bars is None:
             return super().write(text)
-        with _Writing.lock:
+        with _writing:
             if shown := self.bars.feed(text):
                 super().write(shown)
         return len(text)
@@ -99,26 +99,25 @@ class FilteredStream(io.TextIOWrapper):
     def flush(self) -> None:
         """Write what is held back and has no sign of a bar: the script wants it to be seen now."""
         if self.bars is not None:
-            with _Writing.lock:
+            with _writing:
                 super().write(self.bars.plain())
         super().flush()
 
     def finish(self) -> None:
         """Write what is held back and is no bar."""
         if self.bars is not None:
-            with _Writing.lock:
+            with _writing:
                 super().write(self.bars.rest())
             super().flush()
 
 
-class _Writing:
-    """The lock of all filters; a process that is forked while another thread writes has a new one."""
-
-    lock = threading.RLock()
-
-    @classmethod
-    def renew(cls) -> None:
-        cls.lock = threading.RLock()
+_writing = threading.RLock()
+"""The lock of all filters. A process that is forked while another thread writes has a new one."""
 
 
-os.register_at_fork(after_in_child=_Writing.renew)
+def _renew_lock() -> None:
+    global _writing  # noqa: PLW0603 - of the process, as standard error is
+    _writing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

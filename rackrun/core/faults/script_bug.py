@@ -1,8 +1,9 @@
 """Whether a failure is the hardware's or the script's.
 
 The first failure always counts as the hardware's: the rank moves to another slot, and training goes on. The same error
-at the same step on other hardware is the script's, and another attempt would fail again. So is the same error in the
-first step of one replacement after the other: the others may have committed that step, so that its number differs.
+at the same step on other hardware is the script's, and another attempt would fail again. The same
+holds when several replacements in a row fail alike in their first step, even if its number differs because the others
+have committed it.
 """
 
 from __future__ import annotations

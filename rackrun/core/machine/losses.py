@@ -118,7 +118,7 @@ class LossResponse:
         return True
 
     def _in_first_step(self, event: WorkerExited) -> bool:
-        """Whether this worker joined in the newest generation, and failed in the first step of that."""
+        """Whether the worker joined in the newest generation and failed in its first step there."""
         plan = self.world.plan
         if plan is None or event.step != plan.committed.step + 1:
             return False

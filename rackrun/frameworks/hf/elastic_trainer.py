@@ -55,7 +55,7 @@ class Elastic(_Base):  # type: ignore[misc]
         """Keep the stock loader, from which the order of samples is taken."""
         if self._rackrun is not None:
             raise UsageError(
-                "train() was called again: who takes a rank over goes on inside of one loop.",
+                "train() was called again: a process that takes a rank over goes on inside of one loop.",
                 remedy="train one Trainer, once, in a script.",
             )
         refuse_version()

@@ -1,8 +1,8 @@
 """What the Trainer's loop keeps besides weights: counters, sums of losses, flags, the history of logs, callbacks.
 
 It changes in the loop's body, between two steps, where rackrun keeps nothing. So each step takes it as it was when the
-step began, and keeps it together with what the step itself has computed (`LoopRecord`). Who takes a rank over gets both,
-and runs the rest of the body of the last committed step from there.
+step began, and keeps it together with what the step itself has computed (`LoopRecord`). A process that
+takes a rank over gets both, and runs the rest of the body of the last committed step from there.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from rackrun.worker.steps.step import Step
 
 __all__ = ["StepUnit", "StockMethods", "from_rank_0"]
 
-_RIDES_MAX = 4096
+_GATE_VALUES_MAX = 4096
 """The most numbers, of all ranks together, that travel with the gate. More have a collective of their own."""
 
 
@@ -100,9 +100,9 @@ class StepUnit:
             tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
             losses += [0.0] * (self._most_micro_batches(shards, ranks) - len(losses))
-            rides, kept = not self._own.may_change and ranks * (len(losses) + 1) <= _RIDES_MAX, [""]
-            if rides:
-                step._share([*losses, flos])
+            with_gate, kept = not self._own.may_change and ranks * (len(losses) + 1) <= _GATE_VALUES_MAX, [""]
+            if with_gate:
+                step._gather_with_gate([*losses, flos])
             else:
                 left = self._own.changed()
                 gathered = self._gather([*losses, flos, *mark(left)])
@@ -114,7 +114,7 @@ class StepUnit:
             norm = stock.get_grad_norm(self._model, grad_norm=norm)
             norm = norm.item() if isinstance(norm, torch.Tensor) else norm
             self._optimizer.step()
-            rows = step._shared if rides else rows
+            rows = step._gathered if with_gate else rows
             rate, skipped = stock.get_learning_rate(), self._optimizer.skipped
             if not skipped and not _waits_for_metrics(trainer.lr_scheduler):
                 trainer.lr_scheduler.step()

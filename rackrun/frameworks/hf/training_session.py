@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
 from rackrun.worker.membership.decisions.interruptions import LoopDrained
 from rackrun.worker.process.reports import say
+from rackrun.worker.snapshots.durable_checkpoints import checkpoint_directory
 from rackrun.worker.steps.step import Step
 
 __all__ = ["TrainingSession"]
@@ -81,7 +81,7 @@ class TrainingSession:
     def begin(self) -> int:
         """Come to the loop, where a spare waits, and return the Trainer's number of the step to begin with."""
         total = self._max_steps - self.record.first
-        if self.record.first and os.environ.get("RACKRUN_CHECKPOINT_DIR"):
+        if self.record.first and checkpoint_directory():
             total = self._max_steps  # a checkpoint of rackrun's may have begun elsewhere; the Trainer ends the loop
             if self.run.is_main:
                 say(_BOTH)

@@ -16,7 +16,7 @@ __all__ = ["ElasticRanks", "environment_class", "is_mean_on_cpu", "mean_over_ran
 
 
 class ElasticRanks:
-    """Put before a strategy for DDP, of the Trainer or of Fabric. The process group is rackrun's."""
+    """Mix-in in front of Lightning's DDP strategy, of the Trainer or of Fabric. It uses rackrun's process group."""
 
     _rackrun_package: LightningPackage
     _rackrun_run: Run | None = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from rackrun.frameworks.lightning.base.package import LightningPackage, package_in_use
 from rackrun.frameworks.lightning.elastic_ranks import ElasticRanks, is_mean_on_cpu, mean_over_ranks
-from rackrun.frameworks.lightning.forward_redirection import WholeRedirection
-from rackrun.frameworks.lightning.state.csv_rows import set_rows_aside
+from rackrun.frameworks.lightning.forward_redirection import RestoringRedirection
+from rackrun.frameworks.lightning.state.csv_rows import back_up_rows
 from rackrun.frameworks.lightning.training_session import TrainingSession
+from rackrun.worker.snapshots.durable_checkpoints import checkpoint_directory
 
 __all__ = ["Elastic", "strategy_class"]
 
@@ -45,17 +45,17 @@ class _ElasticStrategy(ElasticRanks):
 
     def __init__(self, **ddp: Any) -> None:
         super().__init__(**ddp)
-        self._forward_redirection = WholeRedirection(vars(self)["_forward_redirection"])
+        self._forward_redirection = RestoringRedirection(vars(self)["_forward_redirection"])
 
     def setup_distributed(self) -> None:
         """Take the process group that rackrun has made, before loggers begin."""
         self._rackrun_package.fabric_part("utilities.seed").reset_seed()
         self.set_world_ranks()
         trainer = getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
-        if trainer is not None and self.is_global_zero and os.environ.get("RACKRUN_CHECKPOINT_DIR"):
+        if trainer is not None and self.is_global_zero and checkpoint_directory():
             for logger in trainer.loggers:
                 if isinstance(logger, self._rackrun_package.part("loggers").CSVLogger):
-                    set_rows_aside(logger)
+                    back_up_rows(logger)
 
     def setup(self, trainer: Any) -> None:
         """Set the model and the optimizer up, and for ``fit`` the adapter. Raises `UsageError` for what it does not

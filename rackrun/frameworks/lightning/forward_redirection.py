@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["WholeRedirection"]
+__all__ = ["RestoringRedirection"]
 
 
-class WholeRedirection:
+class RestoringRedirection:
     """Put around Lightning's redirection: it replaces the module's ``forward`` until the wrapper comes to it.
 
     A rank may be lost before that, in a collective of DDP. What is done again would take the wrong ``forward`` then.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
-from pathlib import Path
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from rackrun.errors import UsageError
@@ -23,34 +26,47 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Change the Trainers of the packages that the script may use. Raises `UsageError` if Lightning is not installed."""
+    """Change the Trainer of each package, at once if it is imported and else when the script, or another module, imports
+    it. Raises `UsageError` if Lightning is not installed."""
     package_in_use()
-    for package in _packages(_text_of_script()):
-        _change(package)
+    waiting = {f"{package.pytorch}.trainer.trainer": package for package in BOTH}
+    for name in waiting.keys() & sys.modules.keys():
+        _change(sys.modules[name], waiting.pop(name))
+    sys.meta_path.insert(0, _ChangeWhenImported(waiting))
 
 
-def _packages(script: str) -> list[LightningPackage]:
-    """Return the installed packages that ``script`` names; all, where it names none, as it may import them elsewhere."""
-    installed = [one for one in BOTH if one.is_installed]
-    named = [one for one in installed if one.pytorch in script or (one is BOTH[0] and "import lightning" in script)]
-    return named or installed
+class _ChangeWhenImported(MetaPathFinder):
+    """Changes the Trainer of a package when its module has been imported. ``waiting``: module -> package."""
+
+    def __init__(self, waiting: dict[str, LightningPackage]) -> None:
+        self._waiting = waiting
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002 - as Python calls it
+        """Return the spec that the other finders find."""
+        package = self._waiting.pop(fullname, None)
+        spec = importlib.util.find_spec(fullname) if package is not None else None
+        if spec is None or spec.loader is None or package is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _change(module, package)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
-def _text_of_script() -> str:
-    path = Path(sys.argv[0])
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
-def _change(package: LightningPackage) -> None:
-    trainer = package.part("trainer.trainer").Trainer
-    stock = trainer.__init__
+def _change(module: Any, package: LightningPackage) -> None:
+    """Let each Trainer of ``module`` take the elastic strategy."""
+    stock = module.Trainer.__init__
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["strategy"] = elastic(package, kwargs.get("strategy", "auto"))
         stock(self, *args, **kwargs)
 
-    trainer.__init__ = init
+    module.Trainer.__init__ = init
 
 
 def elastic(package: LightningPackage, strategy: Any) -> Any:

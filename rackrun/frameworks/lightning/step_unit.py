@@ -84,7 +84,7 @@ class StepUnit:
         callbacks, is_left = trainer.callbacks, False
         try:
             if not call:
-                trainer.callbacks = []  # they would count a step that is none
+                trainer.callbacks = []  # a trial is no step: they must not count it
             output, batch = self._micro_batches(step, number)
             if self._rows is None:  # the optimizer was not called
                 self._gather()

@@ -12,8 +12,8 @@ def forget_collectives(chunk: Any, *, order_too: bool) -> None:
     """Forget the collectives that an abandoned step has begun and not waited for, and which gradients were ready.
 
     ``order_too``: also forget in which order gradients get ready. Then this step reduces its gradients after the
-    backward pass and not beside it, as the first step of each process does: all ranks have to agree on that, also one
-    that has just joined.
+    backward pass instead of overlapping with it, as the first step of each process does. All ranks must agree on that,
+    including one that has just joined.
     """
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.grad_reduce_handle = group.param_gather_handle = None

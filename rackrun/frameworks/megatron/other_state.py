@@ -1,4 +1,4 @@
-"""All state of a Megatron training beside what optimizers train and hold."""
+"""All state of a Megatron training other than what optimizers train and hold."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ __all__ = [
 
 TESTED = "0.16."
 """The beginning of the versions of megatron-core that are tested."""
-_ALONE = {
+_UNSUPPORTED_SIZES = {
     "pipeline_model_parallel_size": "pipeline stages",
     "context_parallel_size": "context parallelism",
     "expert_model_parallel_size": "expert parallelism",
@@ -60,7 +60,7 @@ def refuse_version() -> None:
 
 def refuse_sizes(sizes: Mapping[str, Any]) -> None:
     """Raise `UsageError` for arguments of ``initialize_model_parallel`` that are not supported."""
-    for name, what in _ALONE.items():
+    for name, what in _UNSUPPORTED_SIZES.items():
         if sizes.get(name) not in {None, 1}:
             raise UsageError(
                 f"rackrun.megatron.initialize was given {name}={sizes[name]}: {what} are not supported.",

@@ -94,7 +94,7 @@ class CarriedStates:
                 self._reached.append(cell.cell_contents)
 
     def trial_over(self) -> None:
-        """Put the loaders of a spare, which has tried a step, where they were made to begin."""
+        """Reset a spare's loaders to their first state after its trial step."""
         with undrawn():
             for one in self._carried.values():
                 one.put(decode_state(one.first))

@@ -1,7 +1,8 @@
-"""What loaders of data use of the run that they belong to."""
+"""What loaders of data use of the run that they belong to, and what the run keeps of where they stand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from rackrun.worker.data.loader import BatchPlan, Shard
     from rackrun.worker.steps.step import Step
 
-__all__ = ["DataChecks", "DataRun"]
+__all__ = ["DataChecks", "DataRun", "DataState"]
 
 
 class DataChecks(Protocol):
@@ -37,3 +38,22 @@ class DataRun(Protocol):
     def _batch_of(self, step: int) -> StepBatch: ...
     def _my_shards(self) -> list[Shard]: ...
     def _begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
+
+
+class DataState(Protocol):
+    """Where some of the script's data stand; a tracked object, the same on all ranks."""
+
+    def exchange(self, step: Any, gather: Callable[[bytes], Sequence[bytes]]) -> None:
+        """Exchange with all ranks what the attempt ``step`` has read, before its gate. Collective."""
+        ...
+
+    def committed(self, step: Any) -> None:
+        """Keep what was exchanged, because ``step`` is committed."""
+        ...
+
+    def trial_over(self) -> None:
+        """Forget what a spare has read in its trial."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

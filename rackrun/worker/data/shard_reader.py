@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.rng import reseed
-from rackrun.worker.data.stream_book import Entry, start_of
+from rackrun.worker.data.stream_positions import ShardEntry, start_of
 from rackrun.worker.data.stream_states import decode_state, digest_of, encode_state
 from rackrun.worker.torch_compat.dataloader_workers import children_stay, end_workers, let_workers_stay
 from rackrun.worker.torch_compat.unhooked_calls import unobserved
@@ -55,7 +55,7 @@ class ShardReader:
         self._fresh = False
         """Whether the iteration has begun, and has not given an item yet."""
         self._kept: dict[int, Any] = {}
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ShardEntry] = {}
         self.has_state = False
         """Whether the iterable, or its iterator, has ``state_dict`` and ``load_state_dict``."""
 
@@ -64,7 +64,7 @@ class ShardReader:
         self._kept = {at: batch for at, batch in self._kept.items() if at >= position}
         self._entries = {at: entry for at, entry in self._entries.items() if at > position}
 
-    def take(self, position: int, known: Sequence[Entry] = (), *, record: str = "") -> Any:
+    def take(self, position: int, known: Sequence[ShardEntry] = (), *, record: str = "") -> Any:
         """Return the micro-batch at ``position``, and keep it. It is a copy, since an iterable may fill one buffer again
         and again.
 
@@ -84,11 +84,11 @@ class ShardReader:
                 raise
         return self._kept[position]
 
-    def entry(self, position: int) -> Entry:
+    def entry(self, position: int) -> ShardEntry:
         """Return the entry for ``position``, from the last `take` of the micro-batch before it."""
         return self._entries[position]
 
-    def begin_at(self, entry: Entry | None) -> None:
+    def begin_at(self, entry: ShardEntry | None) -> None:
         """Open the iterable at ``entry``, or at its beginning."""
         self.close()
         self._position, self._epoch, self._items = 0, 0, 0
@@ -105,7 +105,7 @@ class ShardReader:
         _close(stream, iterator)
 
     # -- helpers
-    def _go_to(self, position: int, known: Sequence[Entry]) -> None:
+    def _go_to(self, position: int, known: Sequence[ShardEntry]) -> None:
         """Stand at ``position``: read forward from where the reader is, or from an entry if that is nearer or the only
         way."""
         if self._iterator is not None and self._position == position:
@@ -199,12 +199,12 @@ class ShardReader:
             self.stream.set_epoch(self._epoch)
         reseed(self._source.seed, "stream", self._source.number, self.shard, "epoch", self._epoch)
 
-    def _entry(self, batch: Any, *, with_state: bool) -> Entry:
+    def _entry(self, batch: Any, *, with_state: bool) -> ShardEntry:
         state = b""
         if with_state and self.has_state:
             holder = self.stream if _has_state(self.stream) else self._iterator
             state = encode_state(cast("Any", holder).state_dict())
-        return Entry(self._position, self._epoch, self._items, state, digest_of(batch))
+        return ShardEntry(self._position, self._epoch, self._items, state, digest_of(batch))
 
 
 def buffers_a_shuffle(stream: Any) -> bool:

@@ -4,7 +4,7 @@ There is one stream for each data shard, and a data shard for each micro-batch o
 that reads them, micro-batch i is the n-th micro-batch of data shard i, whichever rank computes it. A rank reads the
 data shards of its micro-batches, and keeps those of the current step until it is committed, so a step that is done
 again reads nothing again. A rank that needs a data shard at another position opens it anew, at a state that the
-`StreamBook` has, and reads forward.
+`StreamPositions` has, and reads forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.data_run import DataRun
 from rackrun.worker.data.loader import LOADER_BITS, Shard
 from rackrun.worker.data.shard_reader import ShardReader, StreamSource, buffers_a_shuffle, copied
-from rackrun.worker.data.stream_book import Entry, StreamBook
+from rackrun.worker.data.stream_positions import ShardEntry, StreamPositions
 from rackrun.worker.data.stream_states import digest_of
 from rackrun.worker.torch_compat.dataloader_workers import leave_no_folders
 
@@ -52,7 +52,7 @@ class Stream:
     def __init__(
         self,
         run: _Run,
-        book: StreamBook,
+        positions: StreamPositions,
         make: Callable[[int, int], Any],
         *,
         number: int,
@@ -69,9 +69,9 @@ class Stream:
         if state_every < 0:
             raise UsageError(f"state_every={state_every} is negative.", remedy="give a number of steps, or 0.")
         leave_no_folders()
-        self._run, self._book, self._plan = run, book, run._batch
+        self._run, self._positions, self._plan = run, positions, run._batch
         self._with_state = state_every > 0
-        self._index = book.add(state_every or _DIGEST_EVERY)
+        self._index = positions.add(state_every or _DIGEST_EVERY)
         self._number = number
         self._source = StreamSource(
             make=make,
@@ -82,14 +82,14 @@ class Stream:
             seed=self._plan.seed,
             number=number,
             progress=run._progress,
-            slow=lambda: run._current_step()._world.page.allowing(_OPENS_MS),
+            slow=lambda: run._current_step()._world.page.with_limit_at_least(_OPENS_MS),
         )
         self._readers: dict[int, ShardReader] = {}
         self._attempt: Step | None = None
         self._given: set[int] = set()
         """Data shards of which a micro-batch was delivered in this attempt."""
         self._said: set[str] = set()
-        book.closers.append(self.close)
+        positions.closers.append(self.close)
 
     def __iter__(self) -> Iterator[Any]:
         step, shards = self._run._current_step(), self._run._my_shards()
@@ -129,48 +129,48 @@ class Stream:
         if self._attempt is not step:
             self._attempt, self._given = step, set()
             count = self._run._batch_of(int(step)).shards
-            # the gate detects a rank that does not read this stream, or at another turn
-            step._world.order.add(f"stream {self._index} {self._book.turn(self._index)} {count}")
-        self._book.begins(step, self._index, self._run._batch_of(int(step)).shards)
+            # the gate detects a rank that does not read this stream, or at another position
+            step._world.order.add(f"stream {self._index} {self._positions.steps_read(self._index)} {count}")
+            self._positions.begins(step, self._index, count)
         wanted = {shard.index for shard in shards}
         for index in [index for index in self._readers if index not in wanted]:
             self._readers.pop(index).close()
         for index, reader in self._readers.items():
-            reader.forget_before(self._book.position(self._index, index))
+            reader.forget_before(self._positions.position(self._index, index))
 
     def _take(self, step: Step, shard: Shard, *, first: bool) -> Any:
-        book, index = self._book, shard.index
+        positions, index = self._positions, shard.index
         if index not in self._readers:
             self._readers[index] = ShardReader(self._source, index)
-        reader, position, known = self._readers[index], book.position(self._index, index), self._known(index)
-        due = book.is_due(self._index)
+        reader, position, known = self._readers[index], positions.position(self._index, index), self._known(index)
+        due = positions.is_due(self._index)
         batch = reader.take(position, known, record=self._record if due else "")
         if due and not shard.ghost:
             entry = reader.entry(position + 1)
-            book.has_read(step, self._index, index, entry)
+            positions.has_read(step, self._index, index, entry)
             self._notice(reader, entry)
             if first and not position:
-                self._try_again(reader, entry)
+                self._check_reopening(reader, entry)
             elif first and known and known[-1].state:
                 first_end = known[-1].epoch == 0 < entry.epoch
-                if first_end or book.is_audited(self._index):
+                if first_end or positions.is_audit_due(self._index):
                     self._audit(reader, known[-1], entry)
         return batch
 
-    def _known(self, shard: int) -> tuple[Entry, ...]:
+    def _known(self, shard: int) -> tuple[ShardEntry, ...]:
         """Return the last entries of a data shard. A script that wants no states kept is not given older ones."""
-        found = self._book.entries(self._index, shard)
+        found = self._positions.entries(self._index, shard)
         return found if self._with_state else tuple(msgspec.structs.replace(entry, state=b"") for entry in found)
 
     @property
     def _record(self) -> str:
         return "state" if self._with_state else "digest"
 
-    def _try_again(self, reader: ShardReader, entry: Entry) -> None:
+    def _check_reopening(self, reader: ShardReader, entry: ShardEntry) -> None:
         """Read the second micro-batch as a process would that takes this rank over, and compare. Raises `StepError` when
         they differ, and `UsageError` when ``make`` returns one iterable twice."""
         if entry.state and buffers_a_shuffle(reader.stream):
-            raise self._is_another(reader, entry.state)
+            raise self._not_repeatable(reader, entry.state)
         expected = digest_of(reader.take(1, record=self._record))
         probe = ShardReader(self._source, reader.shard)
         try:
@@ -184,9 +184,9 @@ class Stream:
         finally:
             probe.close()
         if found != expected:
-            raise self._is_another(reader, entry.state)
+            raise self._not_repeatable(reader, entry.state)
 
-    def _audit(self, reader: ShardReader, older: Entry, newer: Entry) -> None:
+    def _audit(self, reader: ShardReader, older: ShardEntry, newer: ShardEntry) -> None:
         """Read from the ``older`` entry to the ``newer`` one as a process would that takes this rank over. Raises
         `StepError` when the data differ: better now than after a failure."""
         probe = ShardReader(self._source, reader.shard)
@@ -196,9 +196,9 @@ class Stream:
         finally:
             probe.close()
         if found != newer.digest:
-            raise self._is_another(reader, older.state)
+            raise self._not_repeatable(reader, older.state)
 
-    def _is_another(self, reader: ShardReader, state: bytes) -> StepError:
+    def _not_repeatable(self, reader: ShardReader, state: bytes) -> StepError:
         what = (
             f"data shard {reader.shard} of stream {self._number} does not give the same samples when it is read again"
         )
@@ -215,7 +215,7 @@ class Stream:
             "was drawn from.",
         )
 
-    def _notice(self, reader: ShardReader, entry: Entry) -> None:
+    def _notice(self, reader: ShardReader, entry: ShardEntry) -> None:
         if not reader.has_state or not self._with_state:
             why = "has no state_dict and load_state_dict" if self._with_state else "was given state_every=0"
             self._say(
@@ -240,7 +240,7 @@ class Stream:
         if shard.ghost or shard.index in self._given:
             return np.empty(0, np.int64)
         self._given.add(shard.index)
-        first = self._book.position(self._index, shard.index) * self._plan.micro_batch
+        first = self._positions.position(self._index, shard.index) * self._plan.micro_batch
         ids = np.arange(first, first + self._plan.micro_batch, dtype=np.int64) * self._source.shards + shard.index
         return ids + (self._number << LOADER_BITS)
 

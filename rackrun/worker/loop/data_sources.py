@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.data.loader import Loader, MapDataset
-from rackrun.worker.data.stream_book import StreamBook
+from rackrun.worker.data.stream_positions import StreamPositions
 from rackrun.worker.data.streams import Stream
 from rackrun.worker.membership.decisions.script_scope import Scope
 
@@ -24,7 +24,7 @@ class DataSources:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._loaders: list[Loader | Stream] = []
-        self._positions: StreamBook | None = None
+        self._positions: StreamPositions | None = None
         """Where all streams stand; None without any."""
         self._carried: CarriedStates | None = None
         """The states of loaders that the script owns; None without any."""
@@ -46,7 +46,7 @@ class DataSources:
                 remedy="give the framework's trainer a map-style data set, or write the loop with @rackrun.elastic.",
             )
         if self._positions is None:
-            self._positions = StreamBook(run._batch.shards, run._batch.micro_batch)
+            self._positions = StreamPositions(run._batch.shards, run._batch.micro_batch)
             run._units.keeps("rackrun.streams", self._positions)
         stream = Stream(run, self._positions, make, number=len(self._loaders), **options)
         self._loaders.append(stream)
@@ -64,6 +64,9 @@ class DataSources:
         if self._carried is None:
             self._carried = CarriedStates(run._data_coordinate)
             run._units.keeps("rackrun.carried", self._carried)
+            run._units.keep_size(
+                "run.carry has the states of loaders for this number of ranks (run.stream would work on any)"
+            )
             run._checks.own_data_is_carried = True
         self._carried.add(name, get, put)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from rackrun.protocol.ids import Position
 from rackrun.worker.batch.learning_rates import LearningRates
 from rackrun.worker.batch.mesh_axes import Axes
-from rackrun.worker.data.carried_states import CarriedStates
+from rackrun.worker.data.data_run import DataState
 from rackrun.worker.data.global_batch import Batches
-from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.integrity.not_finite import NanProbation
 from rackrun.worker.integrity.replicas import ReplicaCheck
@@ -67,7 +66,7 @@ class EntryParts:
     reports: Reports
     last_step: int = -1
     """The last step of the run; -1 before ``run.steps()``."""
-    data_states: list[StreamBook | CarriedStates] = field(default_factory=list)
+    data_states: list[DataState] = field(default_factory=list)
     """Where the script's data stand, which ranks exchange before a gate."""
 
     @classmethod

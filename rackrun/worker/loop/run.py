@@ -451,7 +451,7 @@ class Run:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
         if line := second_loop(user_line()):
             raise StepError(
-                f"{line}: a second loop over run.steps() follows the first. There is one in main: who takes a rank over goes on inside of it.",
+                f"{line}: a second loop over run.steps() follows the first. There is one in main: a process that takes a rank over goes on inside of it.",
                 remedy=ONE_LOOP,
             )
         if self._driven is not None:

@@ -20,7 +20,7 @@ from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.entry_parts import EntryParts
 from rackrun.worker.membership.decisions.gate import Offer, complete, offered
-from rackrun.worker.membership.decisions.gate_sums import NOTHING, GateSums
+from rackrun.worker.membership.decisions.gate_sums import ZERO_SUMS, GateSums
 from rackrun.worker.membership.decisions.interruptions import Abandoned
 from rackrun.worker.script.user_line import in_generator
 from rackrun.worker.steps import closures
@@ -226,7 +226,7 @@ class UnitAttempt:
             return
         if self._late_gate:
             self._complete()
-            mine = self._offered(NOTHING)
+            mine = self._offered(ZERO_SUMS)
             complete(mine, loss=self._let_device_come())
             step._early = self._world.sum_before_gate(step._at, mine)
             self._world.updated = True
@@ -300,7 +300,7 @@ class UnitAttempt:
         self._world.pass_gate(step._at, mine, self._refuses)
 
     def _offered(self, sums: GateSums) -> Offer:
-        shared = sums._replace(shared=self.step._to_share)
+        shared = sums._replace(shared=self.step._to_gather)
         return offered(self.step._at, self._world.order, shared, self._world.rank, self._world.size)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:

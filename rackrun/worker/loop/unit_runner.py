@@ -23,11 +23,10 @@ from rackrun.link.heartbeat_page import Activity
 from rackrun.protocol.ids import BEGIN, Position
 from rackrun.worker.batch.mesh_axes import Axes
 from rackrun.worker.communicators.nccl_warmup import warm_nccl
-from rackrun.worker.data.carried_states import CarriedStates
+from rackrun.worker.data.data_run import DataState
 from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
 from rackrun.worker.data.loader import Shard
 from rackrun.worker.data.rng import undrawn
-from rackrun.worker.data.stream_book import StreamBook
 from rackrun.worker.exact.exact_reduction import ExactReduction
 from rackrun.worker.loop.entry_parts import EntryParts, MainHandover
 from rackrun.worker.loop.join_generation import Rejoin
@@ -67,8 +66,6 @@ _BETWEEN = "between"
 class UnitRunner:
     """Runs the units of one entry of ``main`` on this rank, and connects all parts of the worker for that."""
 
-    _bound = ""
-    """Why `main` fits its rank alone (`bind_to_rank`); "" if it does not."""
     _result: Any = None
     """The value that the step function returned in the last attempt."""
 
@@ -116,6 +113,8 @@ class UnitRunner:
         due."""
         self.keeps_results = False
         """Whether the script's loop may enter a turn again whose step is committed, for which results are kept."""
+        self._kept_size = ""
+        """Why the number of ranks cannot change, beside what groups and tracked objects show; "" if it may."""
         self._not_given: set[str] = set()
         """Names of steps and phases whose results cannot be kept, as far as that was said."""
         self._came_in = BEGIN
@@ -142,15 +141,19 @@ class UnitRunner:
         """Whether gradients are reduced exactly."""
         return self._exact is not None
 
-    def keeps(self, name: str, data: StreamBook | CarriedStates) -> None:
+    def keeps(self, name: str, data: DataState) -> None:
         """Keep where the script's ``data`` stand, as tracked state under ``name``."""
         self._parts.data_states.append(data)
         self._state.track(name, data)
 
+    def keep_size(self, because: str) -> None:
+        """Keep the number of ranks. ``because``: why it cannot change, for a message."""
+        self._kept_size = because
+
     def bind_to_rank(self, because: str) -> None:
         """Let a spare that takes another rank over enter ``main`` again, and keep the number of ranks (see
         `Run._bind_to_rank`)."""
-        self._bound = because
+        self.keep_size(because)
         self._rejoin.bound_to_rank = True
 
     # -- the run
@@ -260,12 +263,8 @@ class UnitRunner:
         reports = self._reports
         if self._batches.dealt_by_framework:
             reports.fixed = "a framework deals the samples to this number of ranks"
-        elif any(isinstance(one, CarriedStates) for one in self._parts.data_states):
-            reports.fixed = (
-                "run.carry has the states of loaders for this number of ranks (run.stream would work on any)"
-            )
-        elif self._bound:
-            reports.fixed = self._bound
+        elif self._kept_size:
+            reports.fixed = self._kept_size
         elif because := fixed_because(self._state, self._world):
             reports.fixed = held or held_because(self._state, self._world, self._parts.axes)
             reports.reenters = not reports.fixed and self._runtime.boot is not None

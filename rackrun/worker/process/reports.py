@@ -156,7 +156,7 @@ class Reports:
                     passes=self._world.own_time.passes,
                     in_passes=self._world.own_time.in_passes,
                     meets=self._world.microbatch_collectives.detected,
-                    gate=self._world.gate.singles if self._world.gate else (),
+                    gate=self._world.gate.scalars if self._world.gate else (),
                     ids=ids.astype("<i8").tobytes(),
                     stages=self._world.stages.collect(),
                 )

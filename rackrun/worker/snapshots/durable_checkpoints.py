@@ -36,7 +36,7 @@ from rackrun.worker.state.state_image import StateImages
 from rackrun.worker.state.state_manifest import Lineage
 from rackrun.worker.state.tracked_state import TrackedState
 
-__all__ = ["DurableCheckpoints", "DurableOptions"]
+__all__ = ["DurableCheckpoints", "DurableOptions", "checkpoint_directory"]
 
 JOB = "run"
 _ORPHANS_S = 24 * 3600.0
@@ -45,6 +45,11 @@ _SLICE_S = 0.05
 _DISTRUST_S = 2.0
 _PROBATION_STEPS = 10
 """After this many steps, with a finite loss, the checkpoint that the run was resumed from counts as good."""
+
+
+def checkpoint_directory() -> str:
+    """Return what the launcher was given as --checkpoint-dir; "" without it."""
+    return os.environ.get("RACKRUN_CHECKPOINT_DIR", "")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class DurableOptions:
     @classmethod
     def from_environment(cls, facts: str) -> DurableOptions | None:
         """Return the options that the launcher has put into the environment; None without --checkpoint-dir."""
-        directory = os.environ.get("RACKRUN_CHECKPOINT_DIR")
+        directory = checkpoint_directory()
         if not directory:
             return None
         every = os.environ.get("RACKRUN_CHECKPOINT_EVERY")

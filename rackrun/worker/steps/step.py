@@ -44,8 +44,8 @@ class Step:
         ``batch="scale_lr"``."""
         self._early: GateSums | None = None
         """The sums over all ranks while the gate is still to come, in a step of several parts; None otherwise."""
-        self._to_share: tuple[float, ...] = ()
-        """What `_share` was given."""
+        self._to_gather: tuple[float, ...] = ()
+        """What `_gather_with_gate` was given."""
         self._last_given = False
         """Whether the current micro-batch is this rank's last of the step."""
         self._is_whole = False
@@ -157,15 +157,15 @@ class Step:
             )
         return self._sums("step.loss").loss
 
-    def _share(self, values: Sequence[float]) -> None:
-        """Offer these numbers to all ranks, before ``optimizer.step()``; `_shared` returns those of each rank after it.
+    def _gather_with_gate(self, values: Sequence[float]) -> None:
+        """Offer these numbers to all ranks, before ``optimizer.step()``; `_gathered` returns those of each rank after it.
         They travel with the gate, which takes no collective of its own. All ranks share as many."""
-        self._to_share = tuple(values)
+        self._to_gather = tuple(values)
 
     @property
-    def _shared(self) -> list[tuple[float, ...]]:
+    def _gathered(self) -> list[tuple[float, ...]]:
         """What each rank has shared. Raises `StepError` before the last micro-batch's `backward`."""
-        shared, width = self._sums("what the ranks share").shared, len(self._to_share)
+        shared, width = self._sums("what the ranks share").shared, len(self._to_gather)
         return [shared[first : first + width] for first in range(0, len(shared), width)]
 
     def _sums(self, what: str) -> GateSums:

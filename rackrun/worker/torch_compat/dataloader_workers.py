@@ -64,7 +64,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def children_stay() -> Iterator[None]:
-    """Context in which signals to every process of a job do not end the processes that this thread starts.
+    """Context in which processes that this thread starts survive signals sent to the whole job.
 
     They begin with these signals blocked. A forked one also ends at SIGTERM of its parent, as with `stay`.
     """

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.data.shard_reader import ShardReader, StreamSource, copied
-from rackrun.worker.data.stream_book import Entry, start_of
+from rackrun.worker.data.stream_positions import ShardEntry, start_of
 from rackrun.worker.data.stream_states import decode_state, digest_of, encode_state
 from tests.worker.data.streamed import CountsEpochs, KeepsStart, Numbers, Refills, Stateless, Vectors, one_shot
 
@@ -34,7 +34,7 @@ def read(one: ShardReader, count: int, since: int = 0) -> list[Any]:
     return [one.take(position) for position in range(since, since + count)]
 
 
-def recorded(one: ShardReader, count: int) -> list[Entry]:
+def recorded(one: ShardReader, count: int) -> list[ShardEntry]:
     """The entries after each of the first ``count`` micro-batches."""
     found = []
     for position in range(count):
@@ -76,11 +76,11 @@ def test_from_any_position_the_same_micro_batches_follow(make: Callable[[int, in
 
 
 def test_a_rank_begins_at_the_last_state_but_one_and_so_meets_a_known_digest() -> None:
-    entries = [Entry(at, 0, at, b"{}", 0) for at in (1, 16, 32)]
+    entries = [ShardEntry(at, 0, at, b"{}", 0) for at in (1, 16, 32)]
     assert start_of(entries[:2], 20) is entries[0]
     assert start_of(entries[1:], 40) is entries[1]
     assert start_of(entries[1:], 20) is None, "from the beginning: the digest after 16 shows whether it is the same"
-    assert start_of([Entry(16, 0, 16, b"", 0)] * 2, 20) is None
+    assert start_of([ShardEntry(16, 0, 16, b"", 0)] * 2, 20) is None
 
 
 def test_a_reader_that_is_behind_reads_on_and_does_not_open_the_stream_again() -> None:

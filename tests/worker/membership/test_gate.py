@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rackrun.errors import StepError
 from rackrun.protocol.ids import Position
 from rackrun.worker.membership.decisions.gate import CollectiveOrder, agreed, complete, offered
-from rackrun.worker.membership.decisions.gate_sums import NOTHING, GateSums
+from rackrun.worker.membership.decisions.gate_sums import ZERO_SUMS, GateSums
 
 AT = Position(3, 1)
 
@@ -28,23 +28,23 @@ def order(*calls: str) -> CollectiveOrder:
 
 def total(orders: list[CollectiveOrder], at: list[Position] | None = None) -> list[float]:
     positions = at or [AT] * len(orders)
-    parts = [offered(position, made, NOTHING) for position, made in zip(positions, orders, strict=True)]
+    parts = [offered(position, made, ZERO_SUMS) for position, made in zip(positions, orders, strict=True)]
     found: Any = sum(parts)
     return [float(one) for one in found]
 
 
 def test_all_at_the_same_place_agree_on_the_sums() -> None:
-    mine = NOTHING._replace(loss=1.5, samples=4, ids_digest=7, step_s=0.5, ahead=1)
+    mine = ZERO_SUMS._replace(loss=1.5, samples=4, ids_digest=7, step_s=0.5, ahead=1)
     summed = offered(AT, order("a"), mine) + offered(AT, order("a"), mine)
     values = agreed(summed.tolist(), 2, AT)
     assert values is not None
-    assert values.singles == tuple(2 * value for value in mine.singles)
+    assert values.scalars == tuple(2 * value for value in mine.scalars)
 
 
 @given(st.lists(st.lists(st.floats(width=32), min_size=2, max_size=2), min_size=1, max_size=5))
 def test_what_each_rank_shares_is_known_to_all_to_the_bit_and_on_its_way_in_a_plan(rows: list[list[float]]) -> None:
     offers = [
-        offered(AT, order("a"), NOTHING._replace(loss=1.0, shared=tuple(row)), rank, len(rows))
+        offered(AT, order("a"), ZERO_SUMS._replace(loss=1.0, shared=tuple(row)), rank, len(rows))
         for rank, row in enumerate(rows)
     ]
     summed: Any = sum(offers)
@@ -55,11 +55,11 @@ def test_what_each_rank_shares_is_known_to_all_to_the_bit_and_on_its_way_in_a_pl
     assert [struct.pack("d", value) for value in sums.shared] == bits
     again = GateSums.of(msgspec.msgpack.decode(msgspec.msgpack.encode(sums.values)))
     assert [struct.pack("d", value) for value in again.shared] == bits
-    assert again.singles == sums.singles
+    assert again.scalars == sums.scalars
 
 
 def test_what_is_known_last_is_as_if_it_had_been_known_at_first() -> None:
-    mine = NOTHING._replace(samples=4, loss=1.5, tried=1)
+    mine = ZERO_SUMS._replace(samples=4, loss=1.5, tried=1)
     later = offered(AT, order("a"), mine._replace(loss=0.0, tried=0))
     complete(later, loss=1.5, tried=1)
     assert later.tolist() == offered(AT, order("a"), mine).tolist()
@@ -82,10 +82,10 @@ def test_one_rank_with_other_collectives_is_seen_among_thousands(
     others = min(others, size - 1)
     summed = [
         (size - others) * a + others * b
-        for a, b in zip(offered(AT, same, NOTHING).tolist(), offered(AT, odd, NOTHING).tolist(), strict=True)
+        for a, b in zip(offered(AT, same, ZERO_SUMS).tolist(), offered(AT, odd, ZERO_SUMS).tolist(), strict=True)
     ]
     if same.fingerprint == odd.fingerprint:
-        assert agreed(summed, size, AT) == NOTHING
+        assert agreed(summed, size, AT) == ZERO_SUMS
     else:
         with pytest.raises(StepError, match="same collectives"):
             agreed(summed, size, AT)

@@ -22,7 +22,7 @@ from rackrun.checkpoint.image.host_copies import HostCopies, ImageCopy
 from rackrun.protocol.ids import Generation, Position, snapshot_id
 from rackrun.protocol.ids import Step as StepNumber
 from rackrun.worker.loop.run import Run
-from rackrun.worker.membership.decisions.gate_sums import NOTHING
+from rackrun.worker.membership.decisions.gate_sums import ZERO_SUMS
 from rackrun.worker.membership.worker_membership import WorkerMembership
 from rackrun.worker.process.runtime import Runtime
 from rackrun.worker.snapshots.shard_snapshots import Snapshots
@@ -431,7 +431,7 @@ def test_snapshots_are_close_to_each_other_after_a_start_and_a_recovery_and_one_
     snapshots = Snapshots(runtime, TrackedState(), every=None)
     snapshots._costs.extend([0.003, 5.0])
     monkeypatch.setattr(Snapshots, "take", lambda *_, **__: None)
-    gate = NOTHING._replace(step_s=0.06, snapshot_cost_s=2 * snapshots.usual_cost_s)
+    gate = ZERO_SUMS._replace(step_s=0.06, snapshot_cost_s=2 * snapshots.usual_cost_s)
     taken = []
     for step in range(40):
         world.generation = 1 if step < 21 else 2

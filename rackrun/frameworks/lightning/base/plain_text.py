@@ -11,9 +11,9 @@ import torch
 
 from rackrun.errors import UsageError
 
-__all__ = ["MOST_BYTES", "decoded", "encoded"]
+__all__ = ["TENSOR_BYTES_MAX", "decoded", "encoded"]
 
-MOST_BYTES = 2**20
+TENSOR_BYTES_MAX = 2**20
 """The most that one tensor may hold: every step sends its loop's values to all ranks."""
 _TENSOR, _TUPLE, _PAIRS, _PATH = "tensor:", "tuple:", "pairs:", "path:"
 _TAGS = {_TENSOR, _TUPLE, _PAIRS, _PATH}
@@ -54,10 +54,10 @@ def _plain(value: Any, of: str) -> Any:
 
 def _bits(tensor: torch.Tensor, of: str) -> list[Any]:
     size = tensor.numel() * tensor.element_size()
-    if size > MOST_BYTES:
+    if size > TENSOR_BYTES_MAX:
         raise UsageError(
             f"{of} keeps a tensor of {size} bytes between two steps, which every step would send to all ranks.",
-            remedy=f"keep sums or means instead, of at most {MOST_BYTES} bytes.",
+            remedy=f"keep sums or means instead, of at most {TENSOR_BYTES_MAX} bytes.",
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return [

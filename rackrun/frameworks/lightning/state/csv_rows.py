@@ -1,4 +1,4 @@
-"""Lightning's ``metrics.csv``: rows that whoever becomes rank 0 goes on after, and no moment without a whole file."""
+"""Continues Lightning's ``metrics.csv`` on a new rank 0, and replaces the file atomically."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["continue_rows", "drop_rows_aside", "keep_whole", "set_rows_aside"]
+__all__ = ["continue_rows", "delete_backup", "replace_atomically", "back_up_rows"]
 
 
-def keep_whole(logger: Any) -> None:
+def replace_atomically(logger: Any) -> None:
     """Let ``logger``, a ``CSVLogger`` that has begun, replace its file as a whole where it gets new columns."""
     writer = logger._experiment
     if writer is not None and not isinstance(writer, _WholeFile):
         writer.__class__ = type(type(writer).__name__, (_WholeFile, type(writer)), {})
 
 
-def set_rows_aside(logger: Any) -> None:
+def back_up_rows(logger: Any) -> None:
     """Begin ``logger``, a ``CSVLogger``, and keep the rows of a job that may be resumed, which it would delete."""
     path = os.path.join(logger.log_dir, "metrics.csv")
     if logger._experiment is None and logger._fs.isfile(path):
@@ -26,8 +26,8 @@ def set_rows_aside(logger: Any) -> None:
         _begin(logger)
 
 
-def drop_rows_aside(logger: Any) -> None:
-    """Delete what `set_rows_aside` has kept: the training is a new one."""
+def delete_backup(logger: Any) -> None:
+    """Delete what `back_up_rows` has kept: the training is a new one."""
     path = os.path.join(logger.log_dir, "metrics.csv.before")
     if logger._fs.isfile(path):
         logger._fs.rm_file(path)
@@ -49,7 +49,7 @@ def continue_rows(logger: Any, rows: int) -> None:
             header = list(reader.fieldnames or [])
         logger._fs.move(path, f"{path}.before")
     writer = _begin(logger)
-    keep_whole(logger)
+    replace_atomically(logger)
     if kept:
         writer.metrics_keys = header
         _write(writer, header, kept)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rackrun.frameworks.lightning.base.package import LightningPackage
 from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
-from rackrun.frameworks.lightning.state.csv_rows import continue_rows, drop_rows_aside, keep_whole
+from rackrun.frameworks.lightning.state.csv_rows import continue_rows, delete_backup, replace_atomically
 
 __all__ = ["LogCalls"]
 
@@ -29,7 +29,7 @@ class LogCalls:
         for index, logger in enumerate(self._loggers):
             logger.log_metrics = self._call_of(index)
             if self._is_csv(logger):
-                keep_whole(logger)
+                replace_atomically(logger)
 
     def hold(self) -> None:
         """Hold all calls from now on."""
@@ -72,7 +72,7 @@ class LogCalls:
         """Begin a new training, whatever files there are."""
         for logger in self._loggers:
             if self._is_csv(logger) and self._trainer.strategy.is_global_zero:
-                drop_rows_aside(logger)
+                delete_backup(logger)
 
     def become_main(self) -> None:
         """Go on where the rank 0 before this process has stopped."""

@@ -83,7 +83,7 @@ def offered(at: Position, order: CollectiveOrder, mine: GateSums, rank: int = 0,
     width = len(mine.shared)
     shared = [0.0] * (width * size)
     shared[rank * width : (rank + 1) * width] = mine.shared
-    return np.array([1.0, at.step, at.phase, mark, mark**2, *mine.singles, *shared], dtype=np.float64)
+    return np.array([1.0, at.step, at.phase, mark, mark**2, *mine.scalars, *shared], dtype=np.float64)
 
 
 def complete(offer: Offer, **known: float) -> None:

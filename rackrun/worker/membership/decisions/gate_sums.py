@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-__all__ = ["NOTHING", "GateSums"]
+__all__ = ["ZERO_SUMS", "GateSums"]
 
 
 class GateSums(NamedTuple):
@@ -48,25 +48,25 @@ class GateSums(NamedTuple):
     changed_between: float = 0.0
     """Number of ranks whose state had changed between the unit before and this one."""
     shared: tuple[float, ...] = ()
-    """The numbers that each rank shares with all others (`rackrun.worker.steps.step.Step._share`), in the order of
+    """The numbers that each rank shares with all others (`rackrun.worker.steps.step.Step._gather_with_gate`), in the order of
     ranks: as many from each."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> GateSums:
         """Return the sums whose `values` these are."""
-        return cls._make((*values[:_SINGLE], tuple(values[_SINGLE:])))
+        return cls._make((*values[:_SCALARS], tuple(values[_SCALARS:])))
 
     @property
-    def singles(self) -> tuple[float, ...]:
+    def scalars(self) -> tuple[float, ...]:
         """All sums but `shared`."""
-        return cast("tuple[float, ...]", self[:_SINGLE])
+        return cast("tuple[float, ...]", self[:_SCALARS])
 
     @property
     def values(self) -> tuple[float, ...]:
         """All sums as one sequence of numbers, `shared` last."""
-        return (*self.singles, *self.shared)
+        return (*self.scalars, *self.shared)
 
 
-_SINGLE = len(GateSums._fields) - 1
-NOTHING = GateSums.of([0.0] * _SINGLE)
+_SCALARS = len(GateSums._fields) - 1
+ZERO_SUMS = GateSums.of([0.0] * _SCALARS)
 """The sums of ranks that offer nothing."""

@@ -1,4 +1,4 @@
-"""The book of streams: positions, and the states from which a rank reads on."""
+"""The positions of streams, and the states from which a rank reads on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from rackrun.errors import StepError, UsageError
 from rackrun.protocol.ids import Position
 from rackrun.worker.batch.batch_runs import shards_before
-from rackrun.worker.data.stream_book import Entry, StreamBook
+from rackrun.worker.data.stream_positions import ShardEntry, StreamPositions
 
 
-def entry(position: int) -> Entry:
-    return Entry(position, 0, position, b"{}", position)
+def entry(position: int) -> ShardEntry:
+    return ShardEntry(position, 0, position, b"{}", position)
 
 
 class Attempt:
@@ -23,28 +23,28 @@ class Attempt:
         return self.number
 
 
-def commit(books: list[StreamBook], turn: int, shards: int, owner: dict[int, int], *, lost: bool = False) -> None:
+def commit(ranks: list[StreamPositions], turn: int, shards: int, owner: dict[int, int], *, lost: bool = False) -> None:
     """One step on all ranks. ``owner``: data shard -> rank. ``lost``: it is not committed."""
-    steps = [Attempt(turn) for _ in books]
-    for rank, (book, step) in enumerate(zip(books, steps, strict=True)):
-        book.begins(step, 0, shards)
-        if book.is_due(0):
+    steps = [Attempt(turn) for _ in ranks]
+    for rank, (positions, step) in enumerate(zip(ranks, steps, strict=True)):
+        positions.begins(step, 0, shards)
+        if positions.is_due(0):
             for shard in range(shards):
                 if owner[shard] == rank:
-                    book.has_read(step, 0, shard, entry(book.position(0, shard) + 1))
+                    positions.has_read(step, 0, shard, entry(positions.position(0, shard) + 1))
     rows: list[bytes] = []
-    for book, step in zip(books, steps, strict=True):
-        book.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
-    for book, step in zip(books, steps, strict=True):
-        book.exchange(step, lambda _: rows)
+    for positions, step in zip(ranks, steps, strict=True):
+        positions.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    for positions, step in zip(ranks, steps, strict=True):
+        positions.exchange(step, lambda _: rows)
         if not lost:
-            book.committed(step)
+            positions.committed(step)
 
 
-def books(count: int = 2, every: int = 3) -> list[StreamBook]:
-    found = [StreamBook(4, 2) for _ in range(count)]
-    for book in found:
-        book.add(every)
+def made(count: int = 2, every: int = 3) -> list[StreamPositions]:
+    found = [StreamPositions(4, 2) for _ in range(count)]
+    for positions in found:
+        positions.add(every)
     return found
 
 
@@ -52,26 +52,26 @@ OWNER = {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_entries_of_all_ranks_are_kept_by_all_of_them_and_only_the_last_two() -> None:
-    found = books()
+    found = made()
     for turn in range(7):
         commit(found, turn, 4, OWNER)
-    for book in found:
-        assert [book.entries(0, shard) for shard in range(4)] == [(entry(3), entry(6))] * 4
-        assert book.state_dict() == found[0].state_dict()
+    for positions in found:
+        assert [positions.entries(0, shard) for shard in range(4)] == [(entry(3), entry(6))] * 4
+        assert positions.state_dict() == found[0].state_dict()
 
 
-def test_an_attempt_that_does_not_count_leaves_the_book_as_it_was() -> None:
-    found = books()
+def test_an_attempt_that_does_not_count_leaves_positions_as_they_were() -> None:
+    found = made()
     commit(found, 0, 4, OWNER)
     before = found[0].state_dict()
     commit(found, 1, 4, OWNER, lost=True)
     commit(found, 1, 4, OWNER, lost=True)
     assert found[0].state_dict() == before
-    assert found[0].turn(0) == 1
+    assert found[0].steps_read(0) == 1
 
 
 def test_a_smaller_batch_leaves_the_last_data_shards_where_they_are() -> None:
-    found = books()
+    found = made()
     for turn, shards in enumerate((4, 4, 2, 2, 2, 3, 4)):
         commit(found, turn, shards, OWNER)
     assert [found[0].position(0, shard) for shard in range(4)] == [7, 7, 4, 3]
@@ -79,11 +79,11 @@ def test_a_smaller_batch_leaves_the_last_data_shards_where_they_are() -> None:
     assert [one.position for one in found[0].entries(0, 3)] == [1], "it was not read in the turns in which all are due"
 
 
-def test_a_book_goes_on_from_its_state() -> None:
-    found = books()
+def test_positions_go_on_from_its_state() -> None:
+    found = made()
     for turn in range(4):
         commit(found, turn, 4, OWNER)
-    (other,) = books(1)
+    (other,) = made(1)
     other.load_state_dict(found[0].state_dict())
     assert other.state_dict() == found[0].state_dict()
     assert other.entries(0, 1) == found[0].entries(0, 1)
@@ -91,32 +91,32 @@ def test_a_book_goes_on_from_its_state() -> None:
 
 
 def test_a_state_of_other_sizes_is_refused() -> None:
-    other = StreamBook(8, 2)
+    other = StreamPositions(8, 2)
     other.add(3)
     with pytest.raises(UsageError, match="4 data shards with micro-batches of 2 samples"):
-        other.load_state_dict(books()[0].state_dict())
+        other.load_state_dict(made()[0].state_dict())
     with pytest.raises(UsageError, match="this script reads 0"):
-        StreamBook(4, 2).load_state_dict(books()[0].state_dict())
+        StreamPositions(4, 2).load_state_dict(made()[0].state_dict())
 
 
 def test_a_rank_that_reads_nothing_is_in_the_exchange_too() -> None:
-    (book,) = books(1)
+    (positions,) = made(1)
     rows: list[bytes] = []
-    book.exchange(Attempt(0), lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    positions.exchange(Attempt(0), lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
     assert len(rows) == 1
     step = Attempt(0)
-    book.begins(step, 0, 4)
+    positions.begins(step, 0, 4)
     with pytest.raises(StepError, match="do not read the same streams in step 0"):
-        book.exchange(step, lambda row: [*rows, row])
+        positions.exchange(step, lambda row: [*rows, row])
 
 
 def test_ranks_that_read_different_streams_are_refused() -> None:
-    (book,) = books(1)
-    book.add(3)
+    (positions,) = made(1)
+    positions.add(3)
     step, other = Attempt(0), Attempt(0)
-    book.begins(step, 0, 4)
+    positions.begins(step, 0, 4)
     rows: list[bytes] = []
-    book.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
-    book.begins(other, 1, 4)
+    positions.exchange(step, lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
+    positions.begins(other, 1, 4)
     with pytest.raises(StepError, match="do not read the same streams in step 0"):
-        book.exchange(other, lambda row: [*rows, row])
+        positions.exchange(other, lambda row: [*rows, row])
