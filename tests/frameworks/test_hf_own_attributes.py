@@ -13,7 +13,7 @@ import torch
 
 from rackrun.frameworks.hf import own_attributes
 from rackrun.frameworks.hf.own_attributes import OwnAttributes
-from rackrun.frameworks.hf.rank_texts import mark, of_this_rank, texts_of_ranks
+from rackrun.frameworks.rank_texts import mark, of_rank, texts_of_ranks
 
 
 def trainer(**attributes: Any) -> Any:
@@ -123,5 +123,5 @@ def test_attributes_of_the_stock_trainer_are_not_among_them() -> None:
 def test_texts_that_are_alike_need_no_collective() -> None:
     run: Any = SimpleNamespace(rank=1)
     assert texts_of_ranks(run, "a", [mark("a"), mark("a")]) == ["a"]
-    assert of_this_rank(run, ["a"]) == "a"
-    assert of_this_rank(run, ["a", "b"]) == "b"
+    assert of_rank(["a"], run.rank) == "a"
+    assert of_rank(["a", "b"], run.rank) == "b"

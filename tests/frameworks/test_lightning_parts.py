@@ -26,7 +26,8 @@ from rackrun.frameworks.lightning.base.plain_text import TENSOR_BYTES_MAX, decod
 from rackrun.frameworks.lightning.forward_redirection import RestoringRedirection
 from rackrun.frameworks.lightning.state import csv_rows
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
-from rackrun.frameworks.lightning.state.loop_state import LoopRecord, of_rank
+from rackrun.frameworks.lightning.state.loop_state import LoopRecord
+from rackrun.frameworks.rank_texts import of_rank
 from rackrun.worker.membership.decisions.interruptions import Abandoned
 
 pytestmark = pytest.mark.frameworks

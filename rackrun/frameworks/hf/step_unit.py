@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rackrun.frameworks.hf.loop_state import LoopRecord
 from rackrun.frameworks.hf.own_attributes import OwnAttributes
-from rackrun.frameworks.hf.rank_texts import mark, texts_of_ranks
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
+from rackrun.frameworks.rank_texts import from_rank_0, mark, texts_of_ranks
 from rackrun.worker.data.loader import Loader
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 
-__all__ = ["StepUnit", "StockMethods", "from_rank_0"]
+__all__ = ["StepUnit", "StockMethods"]
 
 _GATE_VALUES_MAX = 4096
 """The most numbers, of all ranks together, that travel with the gate. More have a collective of their own."""
@@ -195,21 +195,6 @@ class StepUnit:
         rows = [torch.empty_like(row) for _ in range(self._run.world_size)]
         dist.all_gather(rows, row)
         return [one.tolist() for one in rows]
-
-
-def from_rank_0(run: Run, text: str) -> str:
-    """Return rank 0's ``text``. Collective."""
-    if run.world_size == 1:
-        return text
-    mine = text.encode()
-    size = torch.tensor([len(mine)], device=run.device)
-    dist.broadcast(size, 0)
-    content = torch.zeros(int(size.item()), dtype=torch.uint8)
-    if run.rank == 0:
-        content = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else content
-    content = content.to(run.device)
-    dist.broadcast(content, 0)
-    return bytes(content.cpu().numpy()).decode()
 
 
 def _waits_for_metrics(scheduler: Any) -> bool:

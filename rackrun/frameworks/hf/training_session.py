@@ -12,10 +12,10 @@ from rackrun.frameworks.accelerate.accelerate_ranks import set_ranks
 from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, restore
 from rackrun.frameworks.hf.own_attributes import OwnAttributes
-from rackrun.frameworks.hf.rank_texts import gather_marks, of_this_rank, texts_of_ranks
-from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods, from_rank_0
+from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods
 from rackrun.frameworks.hf.tokens import TokenLoader
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
+from rackrun.frameworks.rank_texts import from_rank_0, gather_marks, of_rank, texts_of_ranks
 from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
@@ -153,7 +153,7 @@ class TrainingSession:
         trainer._tr_loss = sums
         trainer._rackrun_flos = [a + b for a, b in zip(trainer._rackrun_flos, results["flos"], strict=True)]
         trainer.state.num_input_tokens_seen += results["tokens"]
-        self._own.take_over(of_this_rank(self.run, results["own"]))
+        self._own.take_over(of_rank(results["own"], self.run.rank))
 
     def end(self) -> None:
         """Leave the loop, at its end or after the step at which the Trainer has stopped."""
@@ -192,7 +192,7 @@ class TrainingSession:
         if number < len(record.phases) and (self._known is None or self._known == self._turn):
             left, known, own = record.phases[number]
             restore(trainer, left, record.history[:known])
-            self._own.take_over(of_this_rank(self.run, own))
+            self._own.take_over(of_rank(own, self.run.rank))
         return result[0] if result else None
 
     # -- the place

@@ -6,31 +6,25 @@ from its beginning. The hooks before the first micro-batch and after the last ar
 
 from __future__ import annotations
 
-import contextlib
 import json
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from rackrun.errors import UsageError
 from rackrun.frameworks.lightning.base.plain_text import encoded
 from rackrun.frameworks.lightning.state.loop_state import captured, restore
+from rackrun.frameworks.rank_texts import gather_texts
 from rackrun.worker.data.rng import reseed
-from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 
 if TYPE_CHECKING:
     from rackrun.frameworks.lightning.training_session import TrainingSession
 
-__all__ = ["LastBatch", "StepUnit", "gathered", "transferred"]
-
-_FIRST, _LENGTH = 8192, 8
-"""Sizes of the message that every rank sends first, and of the length at its beginning, in bytes."""
+__all__ = ["LastBatch", "StepUnit", "transferred"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +167,7 @@ class StepUnit:
             "output": encoded(output, "what training_step returns"),
             "calls": self._session.logs.held(),
         }
-        self._rows = gathered(self._session.run, [*self._before, json.dumps(left)])
+        self._rows = gather_texts(self._session.run, [*self._before, json.dumps(left)])
 
     def _changed_after(self) -> str:
         """Return what has changed since all ranks were sent their results; it is the same on all ranks."""
@@ -192,31 +186,3 @@ def transferred(trainer: Any, batch: Any, call: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-
-def gathered(run: Run, texts: Sequence[str]) -> list[list[str]]:
-    """Return the ``texts`` of every rank. Collective: one where all are short, else two."""
-    if run.world_size == 1:
-        return [list(texts)]
-    mine = zlib.compress(json.dumps(texts).encode(), 1)
-    rows = _gather_bytes(run, len(mine).to_bytes(_LENGTH, "little") + mine[: _FIRST - _LENGTH], _FIRST)
-    lengths = [min(int.from_bytes(row[:_LENGTH], "little"), 2**28) for row in rows]
-    found = [row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths, strict=True)]
-    if max(*lengths, len(mine)) > _FIRST - _LENGTH:
-        found = [
-            row[:length]
-            for row, length in zip(_gather_bytes(run, mine, max(*lengths, len(mine))), lengths, strict=True)
-        ]
-    with contextlib.suppress(ValueError, zlib.error):
-        return [json.loads(zlib.decompress(one)) for one in found]
-    return [list(texts)] * run.world_size  # of an attempt that will not count: a rank was lost in it
-
-
-def _gather_bytes(run: Run, mine: bytes, size: int) -> list[bytes]:
-    """Return ``size`` bytes of every rank: its ``mine``, and zeros after it. Collective."""
-    content = torch.zeros(size, dtype=torch.uint8)
-    content[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    content = content.to(run.device)
-    contents = [torch.zeros_like(content) for _ in range(run.world_size)]
-    dist.all_gather(contents, content)
-    return [bytes(one.cpu().numpy()) for one in contents]

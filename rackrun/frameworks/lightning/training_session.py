@@ -18,8 +18,9 @@ from rackrun.frameworks.lightning.epoch_loops import adopt_loops
 from rackrun.frameworks.lightning.refusals import refuse_loader, refuse_trainer, refuse_validation, refuse_version
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
 from rackrun.frameworks.lightning.state.log_calls import LogCalls
-from rackrun.frameworks.lightning.state.loop_state import LoopRecord, captured, of_rank, restore
-from rackrun.frameworks.lightning.step_unit import LastBatch, StepUnit, gathered, transferred
+from rackrun.frameworks.lightning.state.loop_state import LoopRecord, captured, restore
+from rackrun.frameworks.lightning.step_unit import LastBatch, StepUnit, transferred
+from rackrun.frameworks.rank_texts import gather_texts, of_rank
 from rackrun.worker.data.loader import BatchPlan, Loader
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
@@ -296,7 +297,7 @@ class TrainingSession:
             self.in_phase = True
             try:
                 function()
-                rows = gathered(self.run, [captured(trainer), self.logs.held()])
+                rows = gather_texts(self.run, [captured(trainer), self.logs.held()])
                 record.phase_done([row[0] for row in rows], rows[0][1])
             finally:
                 self.in_phase = False

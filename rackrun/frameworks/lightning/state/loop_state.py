@@ -21,8 +21,9 @@ from rackrun.frameworks.lightning.state.logged_results import (
     restore_metrics,
     restore_results,
 )
+from rackrun.frameworks.rank_texts import without_copies
 
-__all__ = ["LoopRecord", "captured", "of_rank", "restore"]
+__all__ = ["LoopRecord", "captured", "restore"]
 
 _OF_PROCESS = {"_last_time_checked", "log_rank_zero_only"}
 """Attributes of callbacks that mean something in their own process only."""
@@ -71,16 +72,11 @@ class LoopRecord:
     def step_done(self, step: int, turn: Sequence[str], calls: str, outcome: Sequence[str], after: str) -> None:
         """Keep a step: the state when its turn began, what was logged before it, and what it has left on each rank."""
         self.step, self.calls, self.after, self.phases = step, calls, after, []
-        self.turn, self.outcome = _packed(turn), _packed(outcome)
+        self.turn, self.outcome = without_copies(turn), without_copies(outcome)
 
     def phase_done(self, left: Sequence[str], calls: str) -> None:
         """Keep the state of all ranks at the end of a phase, and the calls of loggers in it."""
-        self.phases = [*self.phases, (_packed(left), calls)]
-
-
-def of_rank(texts: Sequence[str], rank: int) -> str:
-    """Return the text of ``rank`` from a list of a `LoopRecord`."""
-    return texts[rank] if len(texts) > 1 else texts[0]
+        self.phases = [*self.phases, (without_copies(left), calls)]
 
 
 def captured(trainer: Any) -> str:
@@ -148,10 +144,6 @@ def restore(trainer: Any, text: str) -> None:
     trainer._rackrun.files.saved = set(found["files"])
     for callback, state in zip(trainer.callbacks, callbacks, strict=True):
         _set_callback(callback, decoded(state, device), package)
-
-
-def _packed(texts: Sequence[str]) -> list[str]:
-    return [texts[0]] if all(text == texts[0] for text in texts) else list(texts)
 
 
 def _progress(trainer: Any) -> list[Any]:
