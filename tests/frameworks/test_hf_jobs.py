@@ -67,7 +67,7 @@ def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epo
 
 
 @pytest.mark.feature("HF Trainer", "the Trainer's own class")
-@pytest.mark.parametrize("kill", ["4:0:KILL:forward", *in_stories("", "2:1:STOP:evaluation", "5:0:KILL:end")])
+@pytest.mark.parametrize("kill", ["4:0:KILL:forward", *in_stories("", "3:1:STOP:evaluation", "5:0:KILL:end")])
 def test_losses_of_the_trainers_own_class_travel_with_the_gate(kill: str, jobs: FrameworkJobs) -> None:
     own_class = {**EPOCHS, "subclass": False}
     same(jobs.stock(own_class), jobs.elastic(own_class, kill), struck=bool(kill))

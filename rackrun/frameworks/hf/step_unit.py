@@ -73,10 +73,18 @@ class StepUnit:
     def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "", own: str = "") -> None:
         """Do one step. ``at``: the Trainer's number of it. ``entered``: the loop's state when it began, and ``fresh``:
         the logs since the last step (`rackrun.frameworks.hf.loop_state`). ``own``: the attributes of the script's own
-        that the Trainer had then."""
-        trainer, stock = self._trainer, self._stock
+        that the Trainer had then; "" where a waiting spare tries the step."""
         if own:
             self._own.put_back(own)
+        tried = "" if own else self._own.captured()
+        try:
+            self._do(step, at, entered, fresh)
+        finally:
+            if tried:
+                self._own.put_back(tried)
+
+    def _do(self, step: Step, at: int, entered: str, fresh: str) -> None:
+        trainer, stock = self._trainer, self._stock
         taken = self._take(step)
         ranks = self._run._data_coordinate()[1]
         shards = self._run._batch_of(int(step)).shards
