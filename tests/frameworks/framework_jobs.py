@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["FrameworkJobs", "own_loop", "same"]
 
 RANKS = 2
+STOCK_SCRIPT = Path(__file__).with_name("stock_script.py")
 TORCHRUN_S = 150.0
 RACKRUN_S = 150.0
 NOT_OF_A_NEWCOMER = ("calls",)
@@ -35,7 +36,7 @@ class FrameworkJobs:
         folder = self._new_folder()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        given = [str(self._script), str(folder), "stock", "", json.dumps(arguments)]
+        given = [str(STOCK_SCRIPT), str(self._script), str(folder), "stock", "", json.dumps(arguments)]
         pipe = subprocess.PIPE
         with subprocess.Popen([*command, *given], env=environment, stdout=pipe, stderr=pipe, text=True) as job:
             try:
