@@ -38,7 +38,7 @@ def jobs(tmp_path: Path, run_rackrun: Callable[..., Any]) -> FrameworkJobs:
 @pytest.mark.feature("HF Trainer", "DDP, any rank lost, rank 0 too")
 @pytest.mark.feature("HF Trainer", "gradient accumulation, clipping, schedulers")
 def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
-    same(stock_epochs, jobs.elastic(EPOCHS, "4:0:KILL:forward"), struck=True)
+    same(stock_epochs, jobs.elastic(EPOCHS, "4:0:KILL:forward"))
 
 
 @pytest.mark.feature("HF Trainer", "a script that is not touched (--framework hf)")
@@ -47,14 +47,14 @@ def test_a_script_that_is_not_touched_loses_a_rank_in_an_evaluation(
     jobs: FrameworkJobs, stock_epochs: dict[str, Any]
 ) -> None:
     options = ["--framework", "hf"]
-    same(stock_epochs, jobs.elastic(EPOCHS, "3:1:KILL:evaluation", kind="framework", options=options), struck=True)
+    same(stock_epochs, jobs.elastic(EPOCHS, "3:1:KILL:evaluation", kind="framework", options=options))
 
 
 @pytest.mark.stories
 @pytest.mark.feature("HF Trainer", "callbacks, called as often")
 @pytest.mark.feature("HF Trainer", "a subclass with metrics of its own (compute_loss, log)")
 def test_nobody_is_lost_and_callbacks_are_called_as_often(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
-    same(stock_epochs, jobs.elastic(EPOCHS), struck=False)
+    same(stock_epochs, jobs.elastic(EPOCHS))
 
 
 @pytest.mark.stories
@@ -63,14 +63,14 @@ def test_nobody_is_lost_and_callbacks_are_called_as_often(jobs: FrameworkJobs, s
     ["0:0:KILL:begin", "2:1:STOP:forward", "3:0:KILL:evaluation", "3:0:KILL:save", "5:1:KILL:end", "4:0:STOP:begin"],
 )
 def test_one_is_lost_at_another_moment(kill: str, jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
-    same(stock_epochs, jobs.elastic(EPOCHS, kill), struck=True)
+    same(stock_epochs, jobs.elastic(EPOCHS, kill))
 
 
 @pytest.mark.feature("HF Trainer", "the Trainer's own class")
 @pytest.mark.parametrize("kill", ["4:0:KILL:forward", *in_stories("", "3:1:STOP:evaluation", "5:0:KILL:end")])
 def test_losses_of_the_trainers_own_class_travel_with_the_gate(kill: str, jobs: FrameworkJobs) -> None:
     own_class = {**EPOCHS, "subclass": False}
-    same(jobs.stock(own_class), jobs.elastic(own_class, kill), struck=bool(kill))
+    same(jobs.stock(own_class), jobs.elastic(own_class, kill))
 
 
 @pytest.mark.stories

@@ -75,14 +75,14 @@ Stock = Callable[[str], dict[str, Any]]
 
 @pytest.mark.feature("Lightning", "DDP, any rank lost, rank 0 too")
 def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock: Stock) -> None:
-    same(stock("epochs"), jobs.elastic(EPOCHS, "8:0:KILL:forward"), struck=True)
+    same(stock("epochs"), jobs.elastic(EPOCHS, "8:0:KILL:forward"))
 
 
 @pytest.mark.feature("Lightning", "a script that is not touched (--framework lightning)")
 def test_a_script_that_is_not_touched_loses_a_rank_in_a_validation(jobs: FrameworkJobs, stock: Stock) -> None:
     options = ["--framework", "lightning"]
     found = jobs.elastic(EPOCHS, "6:1:KILL:validation", kind="framework", options=options)
-    same(stock("epochs"), found, struck=True)
+    same(stock("epochs"), found)
 
 
 @pytest.mark.feature("Lightning", "hooks and callbacks, called as often")
@@ -90,7 +90,7 @@ def test_a_script_that_is_not_touched_loses_a_rank_in_a_validation(jobs: Framewo
 @pytest.mark.stories
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_is_lost_and_hooks_are_called_as_often(case: str, jobs: FrameworkJobs, stock: Stock) -> None:
-    same(stock(case), jobs.elastic(CASES[case]), struck=False)
+    same(stock(case), jobs.elastic(CASES[case]))
 
 
 @pytest.mark.feature("Lightning", "validation, ModelCheckpoint, EarlyStopping, the sanity check")
@@ -116,14 +116,14 @@ def test_nobody_is_lost_and_hooks_are_called_as_often(case: str, jobs: Framework
     ],
 )
 def test_one_is_lost_at_another_moment(case: str, kill: str, jobs: FrameworkJobs, stock: Stock) -> None:
-    same(stock(case), jobs.elastic(CASES[case], kill), struck=True)
+    same(stock(case), jobs.elastic(CASES[case], kill))
 
 
 @pytest.mark.feature("Lightning", "a job that goes on from --checkpoint-dir")
 @pytest.mark.stories
 def test_a_lost_job_goes_on_with_the_same_files(jobs: FrameworkJobs, stock: Stock) -> None:
     found = jobs.resumed(EPOCHS, "8:0:KILL:forward,8:1:KILL:forward")
-    same(stock("epochs"), found, struck=True)
+    same(stock("epochs"), found)
 
 
 @pytest.mark.feature("Lightning", "the package pytorch_lightning")
@@ -131,4 +131,4 @@ def test_a_lost_job_goes_on_with_the_same_files(jobs: FrameworkJobs, stock: Stoc
 def test_the_other_name_of_the_package_works(jobs: FrameworkJobs, stock: Stock) -> None:
     pytest.importorskip("pytorch_lightning")
     found = jobs.elastic({**EPOCHS, "package": "pytorch_lightning"}, "8:0:KILL:backward")
-    same(stock("epochs"), found, struck=True)
+    same(stock("epochs"), found)

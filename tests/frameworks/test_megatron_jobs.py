@@ -29,7 +29,7 @@ def compare(tmp_path: Path, run_rackrun: Callable[..., Any]) -> Callable[..., No
     def compared(arguments: dict[str, Any], kill: str, *, by_hand: bool = False) -> None:
         ranks = 2 * arguments.get("tp", 1) * arguments.get("instances", 1)
         jobs = FrameworkJobs(SCRIPT, tmp_path, run_rackrun, ranks)
-        same(jobs.stock(arguments), jobs.elastic({**arguments, "by_hand": by_hand}, kill), struck=bool(kill))
+        same(jobs.stock(arguments), jobs.elastic({**arguments, "by_hand": by_hand}, kill))
 
     return compared
 
@@ -91,7 +91,7 @@ def test_who_takes_rank_0_over_is_lost_while_it_enters_main_again(
     two_spares = ["--nproc-per-node", 4, "--spares", 2]
     found = jobs.elastic(SHARDED, "3:0:KILL:norm,2:0:KILL:entry", options=two_spares)
     assert list(tmp_path.glob("*/struck-1"))
-    same(jobs.stock(SHARDED), found, struck=True)
+    same(jobs.stock(SHARDED), found)
 
 
 @pytest.mark.stories
@@ -115,7 +115,7 @@ def test_a_job_goes_on_from_its_checkpoint(
         told = resumed[rank].pop("told")
         assert 0 < len(told) < len(expected["told"])
         assert told == expected.pop("told")[-len(told) :]
-    same(stock, resumed, struck=False)
+    same(stock, resumed)
 
 
 @pytest.mark.stories

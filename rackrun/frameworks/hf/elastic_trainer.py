@@ -16,11 +16,11 @@ import transformers
 from transformers import trainer as trainer_module
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.hf.own_attributes import own_attributes
 from rackrun.frameworks.hf.refusals import refuse_arguments, refuse_class, refuse_loader, refuse_version
 from rackrun.frameworks.hf.step_unit import StockMethods
 from rackrun.frameworks.hf.tokens import Token
 from rackrun.frameworks.hf.training_session import TrainingSession
+from rackrun.frameworks.own_attributes import own_attributes
 from rackrun.worker.process.runtime import start
 
 __all__ = ["Elastic", "Trainer"]

@@ -82,7 +82,7 @@ class LoopRecord:
 
     def phase_done(self, left: str, fresh: str, own: list[str]) -> None:
         """Keep the loop's state at the end of a phase, the logs that have come since the last phase or step, and the
-        script's ``own`` attributes (`rackrun.frameworks.hf.own_attributes`), of each rank, or once if all are alike."""
+        script's ``own`` attributes (`rackrun.frameworks.own_attributes`), of each rank, or once if all are alike."""
         self.add_logs(fresh)
         self.phases = [*self.phases, (left, len(self.history), own)]
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rackrun.frameworks.hf.loop_state import LoopRecord
-from rackrun.frameworks.hf.own_attributes import OwnAttributes
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
 from rackrun.frameworks.rank_texts import from_rank_0, mark, texts_of_ranks
+from rackrun.frameworks.script_attributes import ScriptAttributes
 from rackrun.worker.data.loader import Loader
 from rackrun.worker.data.rng import reseed
 from rackrun.worker.loop.run import Run
@@ -65,23 +65,23 @@ class StepUnit:
         model: Any,
         optimizer: UnitOptimizer,
         record: LoopRecord,
-        own: OwnAttributes,
+        own: ScriptAttributes,
     ) -> None:
         self._trainer, self._stock, self._run, self._loader = trainer, stock, run, loader
         self._model, self._optimizer, self._record, self._own = model, optimizer, record, own
 
-    def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "", own: str = "") -> None:
+    def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "", own: str | None = None) -> None:
         """Do one step. ``at``: the Trainer's number of it. ``entered``: the loop's state when it began, and ``fresh``:
         the logs since the last step (`rackrun.frameworks.hf.loop_state`). ``own``: the attributes of the script's own
-        that the Trainer had then; "" where a waiting spare tries the step."""
-        if own:
-            self._own.put_back(own)
-        tried = "" if own else self._own.captured()
+        that the Trainer had then; None where a waiting spare tries the step."""
+        is_trial = own is None
+        own = self._own.changed() if own is None else own
+        self._own.restore(own)
         try:
             self._do(step, at, entered, fresh)
         finally:
-            if tried:
-                self._own.put_back(tried)
+            if is_trial:
+                self._own.restore(own)
 
     def _do(self, step: Step, at: int, entered: str, fresh: str) -> None:
         trainer, stock = self._trainer, self._stock

@@ -11,11 +11,11 @@ import torch
 from rackrun.frameworks.accelerate.accelerate_ranks import set_ranks
 from rackrun.frameworks.hf.data_order import TrainerOrder
 from rackrun.frameworks.hf.loop_state import LoopRecord, captured, fresh_logs, restore
-from rackrun.frameworks.hf.own_attributes import OwnAttributes
 from rackrun.frameworks.hf.step_unit import StepUnit, StockMethods
 from rackrun.frameworks.hf.tokens import TokenLoader
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
 from rackrun.frameworks.rank_texts import from_rank_0, gather_marks, of_rank, texts_of_ranks
+from rackrun.frameworks.script_attributes import ScriptAttributes
 from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
@@ -54,7 +54,7 @@ class TrainingSession:
             self.run.track(scaler=trainer.accelerator.scaler)
         workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor or 2
         data = self.run.loader(loader.dataset, collate=loader.collate_fn, num_workers=workers, prefetch=prefetch)
-        self._own = OwnAttributes(trainer)
+        self._own = ScriptAttributes([trainer, *trainer.callback_handler.callbacks])
         unit = StepUnit(trainer, stock, self.run, data, model, optimizer, self.record, self._own)
 
         def train_step(step: Step, *call: Any) -> None:
@@ -128,7 +128,7 @@ class TrainingSession:
             return
         if not self.over:
             entered, fresh = captured(trainer), fresh_logs(trainer, len(record.history))
-            self._unit(step - record.first, step, entered, fresh, self._own.captured())
+            self._unit(step - record.first, step, entered, fresh, self._own.changed())
         if step == self._known:
             restore(trainer, record.entered, record.history[: record.logs])
         else:
@@ -153,7 +153,8 @@ class TrainingSession:
         trainer._tr_loss = sums
         trainer._rackrun_flos = [a + b for a, b in zip(trainer._rackrun_flos, results["flos"], strict=True)]
         trainer.state.num_input_tokens_seen += results["tokens"]
-        self._own.take_over(of_rank(results["own"], self.run.rank))
+        if self._own.may_change:
+            self._own.restore(of_rank(results["own"], self.run.rank))
 
     def end(self) -> None:
         """Leave the loop, at its end or after the step at which the Trainer has stopped."""
@@ -167,13 +168,13 @@ class TrainingSession:
         on with the loop's state that rank 0 has then."""
         trainer, record = self._trainer, self.record
         entered, fresh = captured(trainer), fresh_logs(trainer, len(record.history))
-        entered_own = self._own.captured()
+        entered_own = self._own.changed()
         result: list[Any] = []
 
         def attempt() -> None:
             found, logs = captured(trainer), trainer.state.log_history
             restore(trainer, entered, [*record.history, *filter(None, fresh.split("\n"))])
-            self._own.put_back(entered_own)
+            self._own.restore(entered_own)
             self.in_phase = True
             try:
                 result[:] = [function()]
@@ -192,7 +193,7 @@ class TrainingSession:
         if number < len(record.phases) and (self._known is None or self._known == self._turn):
             left, known, own = record.phases[number]
             restore(trainer, left, record.history[:known])
-            self._own.take_over(of_rank(own, self.run.rank))
+            self._own.restore(of_rank(own, self.run.rank))
         return result[0] if result else None
 
     # -- the place

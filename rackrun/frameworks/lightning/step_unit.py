@@ -51,6 +51,8 @@ class StepUnit:
         self._session, self._trainer, self._sends_output = session, session.trainer, sends_output
         self._result: Any = None
         """What ``training_step`` has returned last, as Lightning keeps it."""
+        self._own = ""
+        """The attributes of the script's objects when this rank's texts were sent."""
         self._rows: list[list[str]] | None = None
         """The texts of all ranks; None before they are gathered."""
         self._before = "", ""
@@ -162,6 +164,7 @@ class StepUnit:
         output: Any = {}
         if self._result is not None and self._result.loss is not None:
             output = self._result.asdict() if self._sends_output() else {"loss": self._result.loss}
+        self._own = self._session.own.changed()
         left = {
             "state": captured(self._trainer),
             "output": encoded(output, "what training_step returns"),
@@ -177,6 +180,7 @@ class StepUnit:
                 "optimizer": loop.automatic_optimization.optim_progress.state_dict(),
                 "scheduler": loop.scheduler_progress.state_dict(),
                 "averaging": [callback.state_dict() for callback in self._session.averaging()],
+                "own": self._session.own.changed_since(self._own),
             }
         )
 

@@ -21,6 +21,7 @@ from rackrun.frameworks.lightning.state.log_calls import LogCalls
 from rackrun.frameworks.lightning.state.loop_state import LoopRecord, captured, restore
 from rackrun.frameworks.lightning.step_unit import LastBatch, StepUnit, transferred
 from rackrun.frameworks.rank_texts import gather_texts, of_rank
+from rackrun.frameworks.script_attributes import ScriptAttributes
 from rackrun.worker.data.loader import BatchPlan, Loader
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
@@ -99,6 +100,8 @@ class TrainingSession:
         self.logs.set_versions(trainer.strategy.broadcast(self.logs.versions()))
         self.files = CheckpointFiles(trainer, self.package.part("callbacks").ModelCheckpoint)
         adopt_loops(trainer, self)
+        objects = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
+        self.own = ScriptAttributes(one for one in objects if one is not None)
         self._stock_run_stage, trainer._run_stage = trainer._run_stage, self._run_stage
         self._stock_save, trainer.save_checkpoint = trainer.save_checkpoint, self._save_checkpoint
         trainer._signal_connector.register_signal_handlers = lambda: None
@@ -249,6 +252,7 @@ class TrainingSession:
         loop.scheduler_progress.load_state_dict(after["scheduler"])
         for callback, state in zip(self.averaging(), after["averaging"], strict=True):
             callback.load_state_dict(state)
+        self.own.set(after["own"])
         self.logs.deliver(left["calls"])
         last, self.last = self.last, None
         if last is None or last.step != number:

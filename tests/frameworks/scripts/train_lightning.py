@@ -127,6 +127,7 @@ class Module(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(how)
         self.how = how
+        self.losses, self.updates = [], {"done": 0}
         torch.manual_seed(0)
         norm = [torch.nn.BatchNorm1d(16)] if how.get("norm") else []
         drop = [torch.nn.Dropout(0.5)] if how.get("dropout") else []
@@ -141,6 +142,7 @@ class Module(pl.LightningModule):
         x, y = batch
         found = self.net(x)
         loss = ((found - y) ** 2).mean()
+        self.losses.append(loss)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("train_mean", loss, on_step=False, on_epoch=True, sync_dist=True)
         if self.how.get("metric"):
@@ -150,6 +152,15 @@ class Module(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.updates["done"] += 1
+
+    def on_train_epoch_end(self):
+        self.log("losses_mean", torch.stack(self.losses).mean(), sync_dist=True)
+        self.log("losses_seen", float(len(self.losses)))
+        self.losses.clear()
 
     def validation_step(self, batch, batch_idx):
         strike("validation", self.global_step)
@@ -214,6 +225,7 @@ if __name__ == "__main__":
         "hparams": (logs / "hparams.yaml").read_text() if rank == 0 else "",
         "saved": saved,
         "best": [str(best.best_model_path).removeprefix(str(logs)), plain(best.best_model_score)] if best else [],
+        "own": [module.updates, len(module.losses)],
         "calls": calls.calls,
         "given": calls.given,
     }

@@ -1,4 +1,4 @@
-"""What Lightning's loops keep besides weights: progress, metrics, flags, and the attributes of callbacks.
+"""What Lightning's loops keep besides weights: progress, metrics, flags, and the attributes of the script's objects.
 
 It changes in the loop's body, between two steps, where rackrun keeps nothing. So each step takes it as it was when the
 turn began, and keeps it together with what the step itself has changed (`LoopRecord`). A process that takes a rank over
@@ -113,13 +113,13 @@ def captured(trainer: Any) -> str:
     }
     texts = {name: encoded(value, "the LightningModule") for name, value in found.items()}
     callbacks = [encoded(_of_callback(one, package), type(one).__name__) for one in trainer.callbacks]
-    return json.dumps([texts, callbacks])
+    return json.dumps([texts, callbacks, trainer._rackrun.own.changed()])
 
 
 def restore(trainer: Any, text: str) -> None:
     """Set what `captured` has returned as ``text``."""
     package, device = package_of(trainer), trainer.strategy.root_device
-    texts, callbacks = json.loads(text)
+    texts, callbacks, own = json.loads(text)
     found = {name: decoded(value, device) for name, value in texts.items()}
     epoch, connector, module = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.lightning_module
     for one, state in zip(_progress(trainer), found["progress"], strict=True):
@@ -144,6 +144,7 @@ def restore(trainer: Any, text: str) -> None:
     trainer._rackrun.files.saved = set(found["files"])
     for callback, state in zip(trainer.callbacks, callbacks, strict=True):
         _set_callback(callback, decoded(state, device), package)
+    trainer._rackrun.own.restore(own)
 
 
 def _progress(trainer: Any) -> list[Any]:
