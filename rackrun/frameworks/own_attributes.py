@@ -63,18 +63,9 @@ class OwnAttributes:
         for name in now.keys() - target.keys():
             del vars(self._holder)[name]
         self._objects = objects
-        self.set({name: value for name, value in target.items() if now.get(name, _GONE) != value})
+        self._set({name: value for name, value in target.items() if now.get(name, _GONE) != value})
 
-    def changed_since(self, text: str) -> dict[str, Any]:
-        """Return name -> encoded value of those that have changed since `changed` returned ``text``."""
-        now = self.changed()
-        if now == text:
-            return {}
-        before = json.loads(text) if text else {}
-        return {name: value for name, value in json.loads(now).items() if before.get(name, _ABSENT) != value}
-
-    def set(self, found: dict[str, Any]) -> None:
-        """Set some of them. ``found``: name -> encoded value."""
+    def _set(self, found: dict[str, Any]) -> None:
         held = vars(self._holder)
         for name, encoded in found.items():
             if encoded == _GONE:
@@ -122,7 +113,6 @@ def own_attributes(holder: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(holder).items() if name not in stock and not name.startswith(_OUR_OWN)}
 
 
-_ABSENT = object()
 _GONE: Any = ["gone", None]
 """Stands for an attribute that is not there."""
 _OBJECT: Any = ["object", None]

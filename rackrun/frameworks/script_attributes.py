@@ -31,12 +31,3 @@ class ScriptAttributes:
         """Set what `changed` has returned, in this process or another."""
         for one, its_text in zip(self._of_objects, json.loads(text), strict=True):
             one.restore(its_text)
-
-    def changed_since(self, text: str) -> list[dict[str, Any]]:
-        """Return what has changed since `changed` has returned ``text``, for `set`."""
-        return [one.changed_since(its) for one, its in zip(self._of_objects, json.loads(text), strict=True)]
-
-    def set(self, found: list[dict[str, Any]]) -> None:
-        """Set what `changed_since` has returned."""
-        for one, values in zip(self._of_objects, found, strict=True):
-            one.set(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ MIXED_PRECISION = {
     "callbacks": {"EMAWeightAveraging": {"decay": 0.5}},
     "checkpoint": {},
 }
+AFTER_UPDATES = {"max_epochs": 2, "module": {"counts_updates": True}, "max_time": {"hours": 1}}
 CASES = {
     "epochs": EPOCHS,
     "accumulation": ACCUMULATION,
     "early stopping": EARLY_STOPPING,
     "mixed precision": MIXED_PRECISION,
+    "after updates": AFTER_UPDATES,
 }
 
 
@@ -113,10 +116,25 @@ def test_nobody_is_lost_and_hooks_are_called_as_often(case: str, jobs: Framework
         ("early stopping", "5:1:KILL:epoch"),
         ("mixed precision", "5:0:KILL:update"),
         ("mixed precision", "7:1:KILL:end"),
+        ("after updates", "5:0:KILL:updated"),
+        ("after updates", "8:1:KILL:forward"),
     ],
 )
 def test_one_is_lost_at_another_moment(case: str, kill: str, jobs: FrameworkJobs, stock: Stock) -> None:
     same(stock(case), jobs.elastic(CASES[case], kill))
+
+
+@pytest.mark.feature("Lightning", "a metric of each rank's own for ReduceLROnPlateau", how="refused")
+@pytest.mark.stories
+def test_ranks_that_would_train_at_different_rates_are_refused(tmp_path: Path, run_rackrun: Callable[..., Any]) -> None:
+    arguments = {**EPOCHS, "max_epochs": 4, "module": {"scheduler": "plateau", "own_metric": True}}
+    ran = run_rackrun(
+        ["--standalone", "--nproc-per-node", 2, SCRIPT, tmp_path, "elastic", "", json.dumps(arguments)],
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    assert ran.exit_code != 0
+    assert "have different learning rates" in ran.stderr
+    assert "sync_dist=True" in ran.stderr
 
 
 @pytest.mark.feature("Lightning", "a job that goes on from --checkpoint-dir")

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from rackrun.errors import UsageError
@@ -24,7 +25,7 @@ from rackrun.frameworks.lightning.base.data_order import LightningOrder
 from rackrun.frameworks.lightning.base.package import BOTH
 from rackrun.frameworks.lightning.base.plain_text import TENSOR_BYTES_MAX, decoded, encoded
 from rackrun.frameworks.lightning.forward_redirection import RestoringRedirection
-from rackrun.frameworks.lightning.state import csv_rows
+from rackrun.frameworks.lightning.state import csv_rows, loop_state
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
 from rackrun.frameworks.lightning.state.loop_state import LoopRecord
 from rackrun.frameworks.rank_texts import of_rank
@@ -231,6 +232,37 @@ def test_a_successor_that_is_lost_while_it_begins_loses_no_row(tmp_path: Path) -
     assert [one["loss"] for one in rows(second)] == ["1.0"]
 
 
+def test_a_clock_that_runs_goes_on_and_one_that_has_not_begun_takes_the_time_of_the_lost_one() -> None:
+    package = BOTH[0]
+    lost, waits, runs = (Timer("00:01:00:00") for _ in range(3))
+    lost._start_time[RunningStage.TRAINING] = lost._end_time[RunningStage.TRAINING] = 0.0
+    lost._offset = 30
+    runs._start_time[RunningStage.TRAINING] = 0.0
+    state = loop_state._of_callback(lost, package)
+    for one in (waits, runs):
+        loop_state.restore_callbacks([one], [state], CPU, package)
+    assert (waits.time_elapsed(), runs._offset) == (30.0, 0)
+
+
+def test_a_callback_is_given_its_state_only_where_that_differs() -> None:
+    class Counts(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen = self.loads = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen, self.loads = state["seen"], self.loads + 1
+
+    mine = Counts()
+    entered = loop_state._of_callback(mine, BOTH[0])
+    for change in (0, 1):
+        mine.seen += change
+        loop_state.restore_callbacks([mine], [entered], CPU, BOTH[0])
+    assert (mine.seen, mine.loads) == (0, 1)
+
+
 def test_a_file_of_a_save_that_is_done_again_is_no_other_file(tmp_path: Path) -> None:
     (tmp_path / "of_the_first_attempt.ckpt").touch()
     files = CheckpointFiles(SimpleNamespace(callbacks=[]), SimpleNamespace)
@@ -315,6 +347,7 @@ class Own(BatchSampler):
         ([DataLoader(range(4))], "is a stream"),  # type: ignore[arg-type]
         (DataLoader(range(4), batch_sampler=Own(range(4), 2, False)), "Own decides"),  # type: ignore[arg-type]
         (DataLoader(range(4), batch_size=2, sampler=RandomSampler(range(4))), "use_distributed_sampler"),  # type: ignore[arg-type]
+        (DataLoader(range(4), num_workers=1, worker_init_fn=print), "worker_init_fn \\(print\\)"),  # type: ignore[arg-type]
         (DataLoader(range(1), batch_size=4, sampler=DistributedSampler(range(1), 2, 0), drop_last=True), "fewer than one batch"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

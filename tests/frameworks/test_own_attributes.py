@@ -154,18 +154,6 @@ def test_losses_that_are_kept_with_their_graph_arrive_without_it() -> None:
     assert torch.stack(other.losses).tolist() == [2.0]
 
 
-def test_what_changes_after_the_ranks_have_sent_theirs_is_told_by_name() -> None:
-    mine, other = trainer(), trainer()
-    own, its = OwnAttributes(mine), OwnAttributes(other)
-    mine.metrics["train"]["loss"].append(0.5)
-    sent = own.changed()
-    assert own.changed_since(sent) == {}
-    mine.tokens = 4
-    its.restore(sent)
-    its.set(own.changed_since(sent))
-    assert (other.tokens, other.metrics["train"]) == (4, {"loss": [0.5]})
-
-
 def test_items_that_a_list_holds_are_changed_in_place() -> None:
     mine = SimpleNamespace(parts=[random.Random(1), defaultdict(list)])
     own, kept = OwnAttributes(mine), list(mine.parts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from rackrun.errors import UsageError
 from rackrun.worker.loop.run import Run
 
 __all__ = ["follow_ranks", "set_ranks"]
@@ -16,9 +17,25 @@ def follow_ranks(run: Run) -> None:
     process in ``run``, now and whenever it changes.
 
     Call it in ``main``, before or after the ``Accelerator`` is made. Without it a process keeps the rank that it had
-    when the ``Accelerator`` was made: a spare that becomes rank 0 would not be the main process.
+    when the ``Accelerator`` was made: a spare that becomes rank 0 would not be the main process. Raises `UsageError`
+    when ``run.steps`` begins if the ``Accelerator`` accumulates gradients: a step of rackrun's does.
     """
-    run.on_join(lambda: set_ranks(run))
+
+    def take_place() -> None:
+        _refuse_accumulation()
+        set_ranks(run)
+
+    run.on_join(take_place)
+
+
+def _refuse_accumulation() -> None:
+    steps = GradientState._shared_state.get("plugin_kwargs", {}).get("num_steps", 1)
+    if steps != 1:
+        raise UsageError(
+            f"the Accelerator has gradient_accumulation_steps={steps}: accelerator.backward divides each loss by it, and rackrun has "
+            "weighted the losses of a step already.",
+            remedy="leave out gradient_accumulation_steps=. One step of the run has all micro-batches of the global batch.",
+        )
 
 
 def set_ranks(run: Run) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers.training_args import ParallelMode
 
 from rackrun.errors import UsageError
+from rackrun.frameworks.worker_init import refuse_worker_init
 from rackrun.worker.process.reports import say
 
 __all__ = ["OF_THE_LOOP", "refuse_arguments", "refuse_class", "refuse_loader", "refuse_version"]
@@ -126,6 +127,7 @@ def refuse_loader(trainer: Any, loader: Any) -> None:
             f"the training data is a stream ({type(dataset).__name__}): a step that is done again could not read its samples again.",
             remedy="give train_dataset a data set with __len__ and __getitem__.",
         )
+    refuse_worker_init(loader)
     sampler = getattr(loader, "batch_sampler", None)
     batches = getattr(sampler, "batch_sampler", sampler)
     if not isinstance(batches, BatchSampler) or not getattr(batches, "batch_size", None):

@@ -39,6 +39,11 @@ class ElasticRanks:
         return run.is_main if run is not None else self.global_rank == 0
 
     @property
+    def local_rank(self) -> int:
+        """The place of this process on its host, as Lightning's ``print`` asks for it: 0 for rank 0 alone."""
+        return 0 if self.is_global_zero else max(int(os.environ.get("LOCAL_RANK", "0")), 1)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How many ranks the data is dealt to, and which is this one."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from rackrun.errors import UsageError
 from rackrun.frameworks.lightning.base.package import LightningPackage
+from rackrun.frameworks.worker_init import refuse_worker_init
 from rackrun.worker.process.reports import say
 
 __all__ = ["refuse_loader", "refuse_trainer", "refuse_validation", "refuse_version"]
@@ -117,6 +118,7 @@ def refuse_loader(trainer: Any, loader: Any) -> None:
             "not read its samples again.",
             remedy="return one torch.utils.data.DataLoader of a data set with __len__ and __getitem__.",
         )
+    refuse_worker_init(loader)
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         raise UsageError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.frameworks.lightning.base.plain_text import encoded
+from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
 from rackrun.frameworks.lightning.state.loop_state import captured, restore
 from rackrun.frameworks.rank_texts import gather_texts
 from rackrun.worker.data.rng import reseed
@@ -51,8 +51,6 @@ class StepUnit:
         self._session, self._trainer, self._sends_output = session, session.trainer, sends_output
         self._result: Any = None
         """What ``training_step`` has returned last, as Lightning keeps it."""
-        self._own = ""
-        """The attributes of the script's objects when this rank's texts were sent."""
         self._rows: list[list[str]] | None = None
         """The texts of all ranks; None before they are gathered."""
         self._before = "", ""
@@ -82,11 +80,11 @@ class StepUnit:
             if not call:
                 trainer.callbacks = []  # a trial is no step: they must not count it
             output, batch = self._micro_batches(step, number)
-            if self._rows is None:  # the optimizer was not called
+            if self._rows is None or self._may_change_late():
                 self._gather()
             rows: Any = self._rows
             session.record.fixed = session.fixed
-            turns, before, outcome = zip(*rows, strict=True)
+            turns, before, outcome, _ = zip(*rows, strict=True)
             session.record.step_done(number, turns, before[0], outcome, self._changed_after())
             session.last = LastBatch(number, output, batch)
             is_left = is_first  # the loops go on with what the step has left
@@ -160,17 +158,34 @@ class StepUnit:
             )
         self._gather()
 
+    def _may_change_late(self) -> bool:
+        """Whether code of the script's runs after the optimizer's update, such as the rest of an ``optimizer_step``."""
+        module, base = type(self._trainer.lightning_module), self._session.package.part("core.module").LightningModule
+        return any(getattr(module, hook) is not getattr(base, hook) for hook in ("optimizer_step", "lr_scheduler_step"))
+
     def _gather(self) -> None:
         output: Any = {}
         if self._result is not None and self._result.loss is not None:
             output = self._result.asdict() if self._sends_output() else {"loss": self._result.loss}
-        self._own = self._session.own.changed()
         left = {
             "state": captured(self._trainer),
             "output": encoded(output, "what training_step returns"),
             "calls": self._session.logs.held(),
         }
-        self._rows = gather_texts(self._session.run, [*self._before, json.dumps(left)])
+        rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        texts = [*self._before, json.dumps(left), encoded(rates, "the optimizer")]
+        self._rows = gather_texts(self._session.run, texts)
+        self._refuse_other_rates([row[-1] for row in self._rows])
+
+    def _refuse_other_rates(self, rates: list[str]) -> None:
+        """Raise `UsageError` if the learning rates of the ranks differ."""
+        for rank, found in enumerate(rates):
+            if found != rates[0]:
+                shown = ", ".join(str(decoded(one, torch.device("cpu"))) for one in (rates[0], found))
+                raise UsageError(
+                    f"ranks 0 and {rank} have different learning rates, {shown}: a scheduler follows a metric of each rank's own.",
+                    remedy="log the metric that the scheduler monitors with sync_dist=True.",
+                )
 
     def _changed_after(self) -> str:
         """Return what has changed since all ranks were sent their results; it is the same on all ranks."""
@@ -180,7 +195,6 @@ class StepUnit:
                 "optimizer": loop.automatic_optimization.optim_progress.state_dict(),
                 "scheduler": loop.scheduler_progress.state_dict(),
                 "averaging": [callback.state_dict() for callback in self._session.averaging()],
-                "own": self._session.own.changed_since(self._own),
             }
         )
 

@@ -252,7 +252,6 @@ class TrainingSession:
         loop.scheduler_progress.load_state_dict(after["scheduler"])
         for callback, state in zip(self.averaging(), after["averaging"], strict=True):
             callback.load_state_dict(state)
-        self.own.set(after["own"])
         self.logs.deliver(left["calls"])
         last, self.last = self.last, None
         if last is None or last.step != number:

@@ -128,6 +128,7 @@ class Module(pl.LightningModule):
         self.save_hyperparameters(how)
         self.how = how
         self.losses, self.updates = [], {"done": 0}
+        self.outputs = []
         torch.manual_seed(0)
         norm = [torch.nn.BatchNorm1d(16)] if how.get("norm") else []
         drop = [torch.nn.Dropout(0.5)] if how.get("dropout") else []
@@ -153,10 +154,6 @@ class Module(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer):
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
 
-    def optimizer_step(self, *args, **kwargs):
-        super().optimizer_step(*args, **kwargs)
-        self.updates["done"] += 1
-
     def on_train_epoch_end(self):
         self.log("losses_mean", torch.stack(self.losses).mean(), sync_dist=True)
         self.log("losses_seen", float(len(self.losses)))
@@ -165,7 +162,19 @@ class Module(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         strike("validation", self.global_step)
         x, y = batch
-        self.log("val_loss", ((self.net(x) - y) ** 2).mean(), sync_dist=True)
+        own = self.how.get("own_metric")
+        loss = (
+            torch.tensor(float(self.global_step * (2 * self.global_rank - 1)))
+            if own
+            else ((self.net(x) - y) ** 2).mean()
+        )
+        self.log("val_loss", loss, sync_dist=not own)
+        self.outputs.append(self.net(x).mean())
+
+    def on_validation_epoch_end(self):
+        self.log("outputs_mean", torch.stack(self.outputs).mean(), sync_dist=True)
+        self.log("outputs_seen", float(len(self.outputs)))
+        self.outputs.clear()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -177,6 +186,17 @@ class Module(pl.LightningModule):
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **kind}}
+
+
+class CountsUpdates(Module):
+    """Its code goes on after the optimizer's update."""
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        strike("updated", self.global_step)
+        self.updates["done"] += 1
+        self.log("weight_norm", self.net[0].weight.detach().norm())
+        self.log("updates", float(self.updates["done"]), on_epoch=True)
 
 
 class DataModule(pl.LightningDataModule):
@@ -194,7 +214,8 @@ if __name__ == "__main__":
     if options["stop"] is not None:
         callbacks.append(pl.callbacks.EarlyStopping(**options["stop"]))
     callbacks += [getattr(pl.callbacks, name)(**given) for name, given in (options["callbacks"] or {}).items()]
-    module = Module(options["module"] or {})
+    how = options["module"] or {}
+    module = (CountsUpdates if how.get("counts_updates") else Module)(how)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,

@@ -23,7 +23,7 @@ from rackrun.frameworks.lightning.state.logged_results import (
 )
 from rackrun.frameworks.rank_texts import without_copies
 
-__all__ = ["LoopRecord", "captured", "restore"]
+__all__ = ["LoopRecord", "captured", "restore", "restore_callbacks"]
 
 _OF_PROCESS = {"_last_time_checked", "log_rank_zero_only"}
 """Attributes of callbacks that mean something in their own process only."""
@@ -112,7 +112,7 @@ def captured(trainer: Any) -> str:
         "files": sorted(trainer._rackrun.files.saved),
     }
     texts = {name: encoded(value, "the LightningModule") for name, value in found.items()}
-    callbacks = [encoded(_of_callback(one, package), type(one).__name__) for one in trainer.callbacks]
+    callbacks = [_of_callback(one, package) for one in trainer.callbacks]
     return json.dumps([texts, callbacks, trainer._rackrun.own.changed()])
 
 
@@ -142,9 +142,17 @@ def restore(trainer: Any, text: str) -> None:
     restore_metrics(module, found["metrics"])
     trainer._rackrun.logs.counts = list(found["rows"])
     trainer._rackrun.files.saved = set(found["files"])
-    for callback, state in zip(trainer.callbacks, callbacks, strict=True):
-        _set_callback(callback, decoded(state, device), package)
+    restore_callbacks(trainer.callbacks, callbacks, device, package)
     trainer._rackrun.own.restore(own)
+
+
+def restore_callbacks(
+    callbacks: Sequence[Any], texts: Sequence[str], device: torch.device, package: LightningPackage
+) -> None:
+    """Set what callbacks keep, where that differs from what they have."""
+    for callback, text in zip(callbacks, texts, strict=True):
+        if not _runs_here(callback, package) and _of_callback(callback, package) != text:
+            _set_callback(callback, decoded(text, device), package)
 
 
 def _progress(trainer: Any) -> list[Any]:
@@ -158,7 +166,17 @@ def _progress(trainer: Any) -> list[Any]:
     ]
 
 
-def _of_callback(callback: Any, package: LightningPackage) -> Any:
+def _runs_here(callback: Any, package: LightningPackage) -> bool:
+    """Whether it is a clock that has begun to run in this process."""
+    return isinstance(callback, package.part("callbacks").Timer) and callback.start_time() is not None
+
+
+def _of_callback(callback: Any, package: LightningPackage) -> str:
+    """Return what a callback keeps as text."""
+    return encoded(_state_of_callback(callback, package), type(callback).__name__)
+
+
+def _state_of_callback(callback: Any, package: LightningPackage) -> Any:
     """Return what a callback keeps: of those whose every attribute counts, all plain ones; of others their
     ``state_dict``."""
     if _counts_wholly(callback, package):
