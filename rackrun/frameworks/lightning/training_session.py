@@ -349,9 +349,13 @@ class TrainingSession:
         module, base = type(self.trainer.lightning_module), self.package.part("core.module").LightningModule
         callback = self.package.part("callbacks.callback").Callback
         return getattr(module, hook) is not getattr(base, hook) or any(
-            getattr(type(one), hook, None) is not getattr(callback, hook) and type(one).__name__ not in _READS_NO_BATCH
+            getattr(type(one), hook, None) is not getattr(callback, hook) and not self._reads_no_batch(one)
             for one in self.trainer.callbacks
         )
+
+    def _reads_no_batch(self, callback: Any) -> bool:
+        kind = type(callback)
+        return kind.__name__ in _READS_NO_BATCH and kind is getattr(self.package.part("callbacks"), kind.__name__, None)
 
     def _batch(self, number: int, index: int, hook: str) -> Any:
         """Return a micro-batch of this rank for ``hook``; None where no hook looks at it."""

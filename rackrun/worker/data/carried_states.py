@@ -92,6 +92,10 @@ class CarriedStates:
         for cell in cells:
             with contextlib.suppress(ValueError):  # a name that is bound later
                 self._reached.append(cell.cell_contents)
+        for one in functions:
+            names = getattr(getattr(one, "__code__", None), "co_names", ())
+            variables = getattr(one, "__globals__", {})
+            self._reached += [variables[name] for name in names if name in variables]
 
     def trial_over(self) -> None:
         """Reset a spare's loaders to their first state after its trial step."""

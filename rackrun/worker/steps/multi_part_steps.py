@@ -13,6 +13,7 @@ that is the last thing to happen to tracked state (a loss reduced for display) d
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,11 @@ from rackrun.worker.tensors.tensor_lists import marks, storages
 
 __all__ = ["MultiPartWatch"]
 
-_PACKAGES = (str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).parent))
+_PACKAGES = (
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"],
+)
 _LOOKED_AT_WHOLE = 3
 """The number of collectives after which the state's content is compared. Later ones compare versions only, and content
 at every power of two."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from rackrun.worker.data.carried_states import CarriedStates
 from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 from tests.variants import in_stories
@@ -210,3 +211,13 @@ def test_exact_reduction_is_refused(train: Train) -> None:
     ended = train(script(), ranks=1, spares=0, reduction="exact")
     assert ended.exit_code == 1, ended
     assert "run.carry does not work with reduction" in ended.because
+
+
+GLOBAL = Owned(0)
+
+
+def test_a_loader_that_is_a_variable_of_the_module_counts_as_kept() -> None:
+    """A check of the script would else say that the step changes something that nobody keeps."""
+    carried = CarriedStates(lambda: (0, 1))
+    carried.add("loader", lambda: GLOBAL.state_dict(), lambda state: GLOBAL.load_state_dict(state))
+    assert any(one is GLOBAL for one in carried._reached)
