@@ -4,6 +4,7 @@ rackrun --standalone --nproc-per-node 3 --spares 1 examples/tasks/gan.py
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,19 +32,20 @@ def main(run: rackrun.Run) -> None:
             (step.gradient_scale * loss).backward()
         of_critic.step()  # what follows makes this a step of parts: its gate stands at the end
         of_critic.zero_grad()
-        total = 0.0
+        total = torch.zeros((), device=run.device)
         for _, noise in batches:
             made = critic(generator(noise))
             loss = bce(made, torch.ones_like(made))
             (step.gradient_scale * loss).backward()
-            total += loss.item()
+            total += step.gradient_scale * loss.detach()
         of_generator.step()
         of_generator.zero_grad()
         of_critic.zero_grad()
-        return total
+        dist.all_reduce(total)
+        return total.item() / run.world_size
 
     for step in run.steps(12):
-        run.log(loss_of_this_rank=train_step(step))
+        run.log(generator_loss=train_step(step))
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ class Stream:
         )
         if state:
             return StepError(
-                f"{what} from its own state_dict(). (What a shuffle buffer holds is often not in the state.) A process that takes a rank over would "
+                f"{what} from its own state_dict(). (What a shuffle buffer holds is often not in the state, nor what a loader's own processes draw.) A process that takes a rank over would "
                 "train on other samples.",
                 remedy="shuffle in a way that the state covers, such as the order of files; or give run.stream state_every=0, and the stream is read again "
                 "from its beginning, which takes as long as it did before.",

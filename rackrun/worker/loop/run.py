@@ -614,7 +614,8 @@ class Run:
         step = self._units.step_in_hand
         if step is None:
             raise StepError(
-                "the loader was used outside a step function.", remedy="iterate over it inside the @run.step function."
+                "a loader or stream of the run was used outside a step function.",
+                remedy="iterate over it inside the @run.step function.",
             )
         return step
 

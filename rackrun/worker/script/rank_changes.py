@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ class RankChangeHooks:
         did not ask."""
         self._kept = ""
         """The line where the answer was yes, and the script kept something made because of it; "" if there is none."""
+        self._told_of_accelerate = False
 
     def on_join(self, function: Callable[[], Any]) -> None:
         """Call ``function()`` at every change of place, and now if there is a place already."""
@@ -71,6 +73,18 @@ class RankChangeHooks:
                 one.close_if_replaced()
             for function in self._callbacks:
                 function()
+        self._tell_of_accelerate(*now)
+
+    def _tell_of_accelerate(self, rank: int, ranks: int) -> None:
+        """Say that Accelerate goes by an older rank of this process, if it does."""
+        state = sys.modules.get("accelerate.state")
+        kept = state.PartialState._shared_state.get("process_index") if state is not None else None
+        if ranks > 1 and kept not in (None, rank) and not self._told_of_accelerate:
+            self._told_of_accelerate = True
+            say(
+                f"this process is rank {rank} now, and Accelerate takes it for rank {kept}, as when the Accelerator was made: on a successor of rank 0 "
+                "nothing is printed or saved by the main process. Remedy: rackrun.accelerate.follow_ranks(run) in main."
+            )
 
 
 class MainOnly:

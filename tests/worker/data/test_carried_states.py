@@ -219,5 +219,5 @@ GLOBAL = Owned(0)
 def test_a_loader_that_is_a_variable_of_the_module_counts_as_kept() -> None:
     """A check of the script would else say that the step changes something that nobody keeps."""
     carried = CarriedStates(lambda: (0, 1))
-    carried.add("loader", lambda: GLOBAL.state_dict(), lambda state: GLOBAL.load_state_dict(state))
+    carried.add("loader", lambda: {**GLOBAL.state_dict()}, lambda state: GLOBAL.load_state_dict(dict(state)))
     assert any(one is GLOBAL for one in carried._reached)
