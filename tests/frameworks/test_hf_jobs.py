@@ -37,8 +37,11 @@ def jobs(tmp_path: Path, run_rackrun: Callable[..., Any]) -> FrameworkJobs:
 
 @pytest.mark.feature("HF Trainer", "DDP, any rank lost, rank 0 too")
 @pytest.mark.feature("HF Trainer", "gradient accumulation, clipping, schedulers")
-def test_the_main_process_is_killed_in_a_forward(jobs: FrameworkJobs, stock_epochs: dict[str, Any]) -> None:
+def test_the_main_process_is_killed_in_a_forward(
+    jobs: FrameworkJobs, stock_epochs: dict[str, Any], tmp_path: Path
+) -> None:
     same(stock_epochs, jobs.elastic(EPOCHS, "4:0:KILL:forward"))
+    assert len(list(tmp_path.rglob("begun-*"))) == 2, "the successor's callbacks see how far the training is"
 
 
 @pytest.mark.feature("HF Trainer", "a script that is not touched (--framework hf)")

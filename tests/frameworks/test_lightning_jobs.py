@@ -45,12 +45,14 @@ MIXED_PRECISION = {
     "checkpoint": {},
 }
 AFTER_UPDATES = {"max_epochs": 2, "module": {"counts_updates": True}, "max_time": {"hours": 1}}
-CASES = {
+VALIDATED_FIRST = {"max_epochs": 1, "validate_first": True}
+CASES: dict[str, dict[str, Any]] = {
     "epochs": EPOCHS,
     "accumulation": ACCUMULATION,
     "early stopping": EARLY_STOPPING,
     "mixed precision": MIXED_PRECISION,
     "after updates": AFTER_UPDATES,
+    "validated first": VALIDATED_FIRST,
 }
 
 
@@ -118,10 +120,21 @@ def test_nobody_is_lost_and_hooks_are_called_as_often(case: str, jobs: Framework
         ("mixed precision", "7:1:KILL:end"),
         ("after updates", "5:0:KILL:updated"),
         ("after updates", "8:1:KILL:forward"),
+        ("validated first", "3:0:KILL:forward"),
     ],
 )
 def test_one_is_lost_at_another_moment(case: str, kill: str, jobs: FrameworkJobs, stock: Stock) -> None:
     same(stock(case), jobs.elastic(CASES[case], kill))
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_an_exception_is_replaced_though_a_callback_saves_then(
+    rank: int, jobs: FrameworkJobs, stock: Stock, tmp_path: Path
+) -> None:
+    saves: Any = {"OnExceptionCheckpoint": {"dirpath": str(tmp_path / "saved")}}
+    same(stock("epochs"), jobs.elastic({**EPOCHS, "callbacks": saves}, f"5:{rank}:RAISE:forward"))
+    assert not (tmp_path / "saved").exists(), "Lightning would go on from there"
 
 
 @pytest.mark.feature("Lightning", "a metric of each rank's own for ReduceLROnPlateau", how="refused")

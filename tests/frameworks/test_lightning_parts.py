@@ -18,6 +18,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torchmetrics import MeanSquaredError, MinMaxMetric
 
 from rackrun.errors import UsageError
 from rackrun.frameworks.lightning import refusals
@@ -27,6 +28,7 @@ from rackrun.frameworks.lightning.base.plain_text import TENSOR_BYTES_MAX, decod
 from rackrun.frameworks.lightning.forward_redirection import RestoringRedirection
 from rackrun.frameworks.lightning.state import csv_rows, loop_state
 from rackrun.frameworks.lightning.state.checkpoint_files import CheckpointFiles
+from rackrun.frameworks.lightning.state.logged_results import captured_metrics, restore_metrics
 from rackrun.frameworks.lightning.state.loop_state import LoopRecord
 from rackrun.frameworks.rank_texts import of_rank
 from rackrun.worker.membership.decisions.interruptions import Abandoned
@@ -242,6 +244,16 @@ def test_a_clock_that_runs_goes_on_and_one_that_has_not_begun_takes_the_time_of_
     for one in (waits, runs):
         loop_state.restore_callbacks([one], [state], CPU, package)
     assert (waits.time_elapsed(), runs._offset) == (30.0, 0)
+
+
+def test_a_minimum_over_time_is_among_the_values_of_a_metric() -> None:
+    mine, other = ([MinMaxMetric(MeanSquaredError())] for _ in range(2))
+    for value in (3.0, 1.0, 2.0):
+        mine[0](torch.tensor([value]), torch.tensor([0.0]))
+    restore_metrics(torch.nn.ModuleList(other), captured_metrics(torch.nn.ModuleList(mine)))
+    for module in (mine, other):
+        module[0](torch.tensor([2.0]), torch.tensor([0.0]))
+    assert other[0].compute() == mine[0].compute()
 
 
 def test_a_callback_is_given_its_state_only_where_that_differs() -> None:

@@ -96,7 +96,6 @@ class Elastic(_Base):  # type: ignore[misc]
         session = TrainingSession(self, stock, self._rackrun_loader, model, max_steps)
         self._rackrun_prepared = model, session.tokens
         first = session.begin()
-        self.state.global_step = session.record.first
         self._rackrun = session
         return first // session.steps_per_epoch, session.micro_batches_before(first)
 
@@ -213,6 +212,7 @@ class Elastic(_Base):  # type: ignore[misc]
         session = self._rackrun
         assert session is not None, "the run is open"
         session.end()
+        self._initial_global_step = session.record.first  # the mean loss is that of all steps, also on a successor
         sums = self._tr_loss.reshape(-1)
         self._tr_loss = sums[min(session.run.rank, len(sums) - 1)]
         return super()._finalize_training(*args, **kwargs)

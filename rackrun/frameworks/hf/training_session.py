@@ -89,6 +89,12 @@ class TrainingSession:
         number, record = next(self._steps, None), self.record
         self._order.first = record.first
         self._known = record.step if record.step >= 0 else None
+        if self._known is not None:  # for the hooks before that step
+            restore(self._trainer, record.entered, record.history[: record.logs])
+            if self._own.may_change:
+                self._own.restore(of_rank(json.loads(record.results)["own"], self.run.rank))
+        else:
+            self._trainer.state.global_step = record.first
         self._given = None if number is None else record.first + number
         self.over = number is None
         first = next((one for one in (self._known, self._given) if one is not None), record.first)

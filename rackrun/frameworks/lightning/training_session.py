@@ -27,6 +27,7 @@ from rackrun.worker.data.rng import undrawn
 from rackrun.worker.loop.open_run import open_run
 from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.decisions.interruptions import LoopDrained
+from rackrun.worker.process.reports import say
 from rackrun.worker.steps.step import Step
 
 __all__ = ["TrainingSession"]
@@ -337,8 +338,13 @@ class TrainingSession:
         ]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save in a phase where code of the script's own asks for it in the loop's body."""
-        if self.in_phase or self.in_step or self.over:
+        """Save in a phase where code of the script's own asks for it in the loop's body. Where an exception leaves the
+        training on this rank, do nothing: the others do not come to save, and another process takes the rank over."""
+        if self.trainer.interrupted:
+            say(
+                "nothing is saved after an exception: the training goes on without this process, or from --checkpoint-dir."
+            )
+        elif self.in_phase or self.in_step or self.over:
             self._stock_save(*args, **kwargs)
         else:
             self.phase(lambda: self._stock_save(*args, **kwargs), "saving a checkpoint")

@@ -59,6 +59,10 @@ class Calls(TrainerCallback):
     def __init__(self):
         self.calls = {}
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            (folder / f"begun-{os.getpid()}").touch()
+
     def on_step_begin(self, args, state, control, **kwargs):
         self.count("step_begin")
         strike("begin", state)

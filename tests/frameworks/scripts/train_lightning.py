@@ -1,6 +1,6 @@
 """A script with Lightning's Trainer: what it trains, what it logs and which hooks it has called go to a file for each rank.
 
-``train_lightning.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, several with
+``train_lightning.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE`` (``RAISE``: an exception), several with
 commas, each once for the job; "": nobody. ARGUMENTS: of Trainer, as JSON, and ``module``, ``checkpoint``, ``stop``, ``callbacks``, ``package``, ``samples``: of this script.
 """
 
@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 folder, kind, kill, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 options = {
-    name: arguments.pop(name, None) for name in ("module", "checkpoint", "stop", "callbacks", "package", "samples")
+    name: arguments.pop(name, None)
+    for name in ("module", "checkpoint", "stop", "callbacks", "package", "samples", "validate_first")
 }
 strategy = "ddp"
 pl = importlib.import_module(options["package"] or "lightning.pytorch")
@@ -49,6 +50,8 @@ def strike(where, step):
         struck = folder / f"struck{number or ''}"
         if (place, int(at), int(rank)) == (where, step, torch.distributed.get_rank()) and not struck.exists():
             struck.touch()
+            if name == "RAISE":
+                raise RuntimeError("once")
             if name == "JOB":
                 os.kill(
                     int(os.environ["TEST_LAUNCHER"]) if "TEST_LAUNCHER" in os.environ else os.getppid(), signal.SIGKILL
@@ -229,6 +232,8 @@ if __name__ == "__main__":
         enable_checkpointing=options["checkpoint"] is not None,
         **arguments,
     )
+    if options["validate_first"]:
+        trainer.validate(module, datamodule=DataModule(), verbose=False)
     trainer.fit(module, datamodule=DataModule())
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["continue_rows", "delete_backup", "replace_atomically", "back_up_rows"]
+__all__ = ["continue_rows", "delete_backup", "replace_atomically", "back_up_rows", "rows_of"]
 
 
 def replace_atomically(logger: Any) -> None:
@@ -16,6 +16,18 @@ def replace_atomically(logger: Any) -> None:
     writer = logger._experiment
     if writer is not None and not isinstance(writer, _WholeFile):
         writer.__class__ = type(type(writer).__name__, (_WholeFile, type(writer)), {})
+
+
+def rows_of(logger: Any) -> int:
+    """Return how many rows this process has given to ``logger``, a ``CSVLogger``: those of a validation before ``fit``."""
+    writer = logger._experiment
+    if writer is None:
+        return 0
+    written = 0
+    if logger._fs.isfile(writer.metrics_file_path):
+        with logger._fs.open(writer.metrics_file_path, "r", newline="") as file:
+            written = len(list(csv.DictReader(file)))
+    return written + len(writer.metrics)
 
 
 def back_up_rows(logger: Any) -> None:

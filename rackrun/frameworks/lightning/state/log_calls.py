@@ -6,7 +6,7 @@ from typing import Any
 
 from rackrun.frameworks.lightning.base.package import LightningPackage
 from rackrun.frameworks.lightning.base.plain_text import decoded, encoded
-from rackrun.frameworks.lightning.state.csv_rows import continue_rows, delete_backup, replace_atomically
+from rackrun.frameworks.lightning.state.csv_rows import continue_rows, delete_backup, replace_atomically, rows_of
 
 __all__ = ["LogCalls"]
 
@@ -29,6 +29,7 @@ class LogCalls:
         for index, logger in enumerate(self._loggers):
             logger.log_metrics = self._call_of(index)
             if self._is_csv(logger):
+                self.counts[index] = rows_of(logger)
                 replace_atomically(logger)
 
     def hold(self) -> None:

@@ -50,11 +50,11 @@ def captured_metrics(module: torch.nn.Module) -> dict[str, Any]:
     """Return the states of all metrics in ``module`` that have counted something."""
     return {
         name: {
-            "states": dict(metric.metric_state),
+            "states": {**_own_tensors(metric), **metric.metric_state},
             "values": {one: getattr(metric, one) for one in _OF_METRIC if hasattr(metric, one)},
         }
         for name, metric in _metrics(module).items()
-        if metric._update_count
+        if metric._update_count or _own_tensors(metric)
     }
 
 
@@ -69,6 +69,15 @@ def restore_metrics(module: torch.nn.Module, found: dict[str, Any]) -> None:
             setattr(metric, one, value.clone() if isinstance(value, torch.Tensor) else list(value))
         for one, value in found[name]["values"].items():
             setattr(metric, one, value)
+
+
+def _own_tensors(metric: Any) -> dict[str, Any]:
+    """Return name -> tensor of those that a metric keeps beside its states, as a minimum over time."""
+    return {
+        name: one
+        for name, one in vars(metric).items()
+        if isinstance(one, torch.Tensor) and name[0] != "_" and name not in metric._defaults
+    }
 
 
 def _metrics(module: torch.nn.Module) -> dict[str, Any]:
