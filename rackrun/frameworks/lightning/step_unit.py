@@ -49,6 +49,8 @@ class StepUnit:
     def __init__(self, session: TrainingSession, sends_output: Callable[[], bool]) -> None:
         """``sends_output``: returns whether a hook after the step needs all that ``training_step`` returns."""
         self._session, self._trainer, self._sends_output = session, session.trainer, sends_output
+        self.left = -1
+        """The step after which the loops of this process stand; -1 where they were put back to the step's beginning."""
         self._result: Any = None
         """What ``training_step`` has returned last, as Lightning keeps it."""
         self._rows: list[list[str]] | None = None
@@ -72,7 +74,7 @@ class StepUnit:
         number, turn, calls, entered = call or (0, "", "", found)
         if not is_first:
             restore(trainer, entered)
-        self._before, self._rows, self._result = (turn, calls), None, None
+        self._before, self._rows, self._result, self.left = (turn, calls), None, None, -1
         session.logs.hold()
         session.in_step = True
         callbacks, is_left = trainer.callbacks, False
@@ -88,6 +90,7 @@ class StepUnit:
             session.record.step_done(number, turns, before[0], outcome, self._changed_after())
             session.last = LastBatch(number, output, batch)
             is_left = is_first  # the loops go on with what the step has left
+            self.left = number if is_left else -1
         finally:
             session.in_step = False
             session.logs.drop()

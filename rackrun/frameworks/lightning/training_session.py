@@ -171,7 +171,7 @@ class TrainingSession:
             num_workers=loader.num_workers,
             prefetch=loader.prefetch_factor or 2,
         )
-        unit = StepUnit(self, lambda: self._wants("on_train_batch_end"))
+        self._step_unit = unit = StepUnit(self, lambda: self._wants("on_train_batch_end"))
 
         def train_step(step: Step, *call: Any) -> None:
             unit(step, *call)
@@ -244,23 +244,28 @@ class TrainingSession:
         else:
             self._known = None
         self._phases, self._done = 0, number
-        left, after = json.loads(of_rank(record.outcome, self.run.rank)), json.loads(record.after)
+        left = json.loads(of_rank(record.outcome, self.run.rank))
         if number == self._known:
             self.logs.deliver(record.calls)
-        restore(trainer, left["state"])
-        loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization.optim_progress.load_state_dict(after["optimizer"])
-        loop.scheduler_progress.load_state_dict(after["scheduler"])
-        for callback, state in zip(self.averaging(), after["averaging"], strict=True):
-            callback.load_state_dict(state)
+        if self._step_unit.left != number:
+            self._set_left(left["state"])
         self.logs.deliver(left["calls"])
         last, self.last = self.last, None
         if last is None or last.step != number:
             index = self.order.micro_batches(number) - 1
             output = decoded(left["output"], trainer.strategy.root_device)
             last = LastBatch(number, output, self._batch(number, index, "on_train_batch_end"))
-        loop._results.batch = last.batch
+        trainer.fit_loop.epoch_loop._results.batch = last.batch
         return last
+
+    def _set_left(self, state: str) -> None:
+        """Bring the loops to where the last step has left them. ``state``: theirs when the ranks sent each other texts."""
+        restore(self.trainer, state)
+        loop, after = self.trainer.fit_loop.epoch_loop, json.loads(self.record.after)
+        loop.automatic_optimization.optim_progress.load_state_dict(after["optimizer"])
+        loop.scheduler_progress.load_state_dict(after["scheduler"])
+        for callback, averages in zip(self.averaging(), after["averaging"], strict=True):
+            callback.load_state_dict(averages)
 
     def first_batch(self, number: int) -> Any:
         """Return the first micro-batch of a step, for the hooks before it."""
