@@ -3,6 +3,7 @@
 Without that, a thread of gloo's may still run when the process exits, which then aborts now and then.
 """
 
+import os
 import runpy
 import sys
 
@@ -10,6 +11,7 @@ import torch
 
 if __name__ == "__main__":
     del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
