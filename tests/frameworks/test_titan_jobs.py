@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.frameworks.framework_jobs import FrameworkJobs, same
 from tests.frameworks.titan_assets import make_assets
@@ -46,8 +48,83 @@ def test_rank_0_is_killed_in_the_backward_pass(compare: Callable[..., None]) -> 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("signalled", ["KILL", "STOP"])
 @pytest.mark.parametrize(
-    "moment", ["1:forward", "3:forward", "4:backward", "3:clip", "4:applied", "3:between", "3:saving", "3:saved", "2:validating"]
+    "moment",
+    ["1:forward", "3:forward", "4:backward", "3:clip", "4:applied", "3:between", "3:saving", "3:saved", "2:validating"],
 )
 def test_one_is_lost_at_another_moment(moment: str, signalled: str, rank: int, compare: Callable[..., None]) -> None:
     step, where = moment.split(":")
     compare(ALL, f"{step}:{rank}:{signalled}:{where}")
+
+
+@pytest.mark.feature("torchtitan", "HSDP")
+@pytest.mark.stories
+@pytest.mark.parametrize("kill", ["3:0:KILL:backward", "4:3:STOP:clip"])
+def test_a_rank_of_hsdp_comes_from_its_replica(kill: str, compare: Callable[..., None]) -> None:
+    compare({"replicate": 2, "validate": 2}, kill)
+
+
+@pytest.mark.feature("torchtitan", "tensor parallelism with FSDP2")
+@pytest.mark.stories
+@pytest.mark.parametrize("kill", ["3:1:KILL:backward", "4:2:STOP:clip"])
+def test_a_tensor_parallel_rank_is_lost(kill: str, compare: Callable[..., None]) -> None:
+    compare({"tp": 2}, kill)
+
+
+@pytest.mark.feature("torchtitan", "two optimizers in one OptimizersContainer")
+@pytest.mark.stories
+@pytest.mark.parametrize("kill", ["", "3:0:KILL:applied"])
+def test_two_optimizers(kill: str, compare: Callable[..., None]) -> None:
+    compare({"optimizers": 2, "log": 2, "bits": 32}, kill)
+
+
+@pytest.mark.feature("torchtitan", "a script that is not changed (--framework titan)")
+@pytest.mark.stories
+def test_a_script_unchanged(jobs: Callable[..., FrameworkJobs], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]))
+    both, options = jobs(), ["--framework", "titan", "--preload", "titan_on_cpu"]
+    same(both.stock(ALL), both.elastic(ALL, "3:0:KILL:forward", kind="unchanged", options=options), struck=True)
+
+
+@pytest.mark.feature("torchtitan", "a job that goes on from --checkpoint-dir")
+@pytest.mark.stories
+def test_a_job_goes_on_from_rackrun_s_checkpoint(jobs: Callable[..., FrameworkJobs]) -> None:
+    both = jobs()
+    same(both.stock(ALL), both.resumed(ALL, "5:0:KILL:forward"), struck=True)
+
+
+@pytest.mark.feature("torchtitan", "its own checkpoints, read by it and by rackrun")
+@pytest.mark.stories
+@pytest.mark.parametrize("order", ["elastic stock", "stock elastic", "elastic elastic"])
+def test_a_job_goes_on_from_torchtitan_s_checkpoint(
+    order: str, jobs: Callable[..., FrameworkJobs], tmp_path: Path
+) -> None:
+    both, arguments = jobs(), {"accumulate": 2, "save": 2, "set": {"dump_folder": str(tmp_path / "kept")}}
+    first, second = order.split()
+    whole = both.stock({**arguments, "save": 0})
+    getattr(both, first)({**arguments, "steps": 4}, *(["3:1:KILL:backward"] if first == "elastic" else []))
+    found = getattr(both, second)(arguments, *(["5:0:KILL:forward"] if second == "elastic" else []))
+    for rank, expected in whole.items():
+        assert list(found[rank]["told"]) == ["5 ", "6 "]
+        expected["told"] = {name: expected["told"][name] for name in ("5 ", "6 ")}
+    same(whole, found, struck=True)
+
+
+@pytest.mark.feature("torchtitan", "TensorBoard, from whoever is rank 0")
+@pytest.mark.stories
+def test_tensorboard_has_every_step(jobs: Callable[..., FrameworkJobs], tmp_path: Path) -> None:
+    arguments = {"tensorboard": True}
+    both = jobs()
+    same(both.stock(arguments), both.elastic(arguments, "3:0:KILL:between"), struck=True)
+    stock, elastic = (_logged(tmp_path / f"job-{number}" / "out" / "tb") for number in range(2))
+    assert stock == elastic
+    assert sorted(stock) == [1, 2, 3, 4, 5, 6]
+
+
+def _logged(folder: Path) -> dict[int, set[float]]:
+    """Return step -> the losses that the files of TensorBoard below ``folder`` have for it."""
+    found: dict[int, set[float]] = {}
+    for path in folder.rglob("events.*"):
+        events = EventAccumulator(str(path)).Reload()
+        for event in events.Scalars("loss_metrics/global_avg_loss") if events.Tags()["scalars"] else ():
+            found.setdefault(event.step, set()).add(event.value)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torchtitan
+import torchtitan.trainer
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.quantization.utils import has_quantization
@@ -38,10 +38,10 @@ def refuse_version() -> None:
 def refuse_class(cls: type) -> None:
     """Raise `UsageError` if a subclass replaces what the adapter has put into the loop."""
     for one in cls.__mro__:
-        if one.__module__.startswith("rackrun.") or one.__qualname__ == "Trainer" and one.__module__ == "torchtitan.trainer":
+        if one.__module__.startswith("rackrun.") or issubclass(torchtitan.trainer.Trainer, one):
             continue
         for name in _OF_THE_LOOP:
-            if name in vars(one) and "Trainer" in {base.__qualname__ for base in one.__mro__}:
+            if name in vars(one):
                 raise UsageError(
                     f"{one.__qualname__} overrides {name} of torchtitan's Trainer, on which rackrun's steps stand.",
                     remedy=f"leave {name} as it is: override forward_backward_step, post_dataloading_process or the loss.",
@@ -111,7 +111,9 @@ def _refuse_model(config: Any) -> None:
                 f"the optimizer {group.optimizer_name} is not supported.", remedy=f"use {' or '.join(_OPTIMIZERS)}."
             )
     if config.optimizer.implementation == "fused_opt_states_bf16":
-        raise _refused("--optimizer.implementation fused_opt_states_bf16", "not tried", "--optimizer.implementation fused")
+        raise _refused(
+            "--optimizer.implementation fused_opt_states_bf16", "not tried", "--optimizer.implementation fused"
+        )
 
 
 def _refuse_data(config: Any) -> None:

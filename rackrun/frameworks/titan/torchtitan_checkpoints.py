@@ -45,5 +45,3 @@ class LoaderStates:
             return dict(probe.stream.state_dict())
         finally:
             probe.close()
-
-

@@ -87,7 +87,12 @@ class TrainingSession:
             yield
         finally:
             dist_utils.set_pg_timeouts = stock_timeouts
-            for part, name in ((checkpointer, "load"), (checkpointer, "save"), (optimizers, "step"), (validator, "validate")):
+            for part, name in (
+                (checkpointer, "load"),
+                (checkpointer, "save"),
+                (optimizers, "step"),
+                (validator, "validate"),
+            ):
                 if part is not None:
                     delattr(part, name)
 

@@ -58,7 +58,11 @@ class Told(BaseLogger):
     """Writes what is logged, except times, with the rank that this process has then."""
 
     def log(self, metrics, step):
-        kept = {name: value for name, value in metrics.items() if not any(one in name for one in ("time", "tps", "flops", "mem", "mfu"))}
+        kept = {
+            name: value
+            for name, value in metrics.items()
+            if not any(one in name for one in ("time", "tps", "flops", "mem", "mfu"))
+        }
         with (FOLDER / f"told-{dist.get_rank()}.txt").open("a") as file:
             file.write(json.dumps([step, kept]) + "\n")
 
@@ -98,7 +102,9 @@ def config():
         checkpoint=CheckpointManager.Config(
             enable=bool(GIVEN["save"]), interval=GIVEN["save"] or 1, last_save_model_only=False
         ),
-        validator=Validator.Config(enable=bool(GIVEN["validate"]), freq=GIVEN["validate"] or 1, steps=2, dataloader=texts),
+        validator=Validator.Config(
+            enable=bool(GIVEN["validate"]), freq=GIVEN["validate"] or 1, steps=2, dataloader=texts
+        ),
         debug=DebugConfig(seed=7),
     )
     for name, value in GIVEN["set"].items():
@@ -168,8 +174,15 @@ trainer.train()
 weights = {name: digest(one) for name, one in trainer.model_parts[0].named_parameters()}
 moments = [digest(value) for one in trainer.optimizers for state in one.state.values() for value in state.values()]
 rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
-rest = {"step": trainer.step, "tokens": trainer.ntokens_seen, "rates": rates, "training": trainer.model_parts[0].training}
+rest = {
+    "step": trainer.step,
+    "tokens": trainer.ntokens_seen,
+    "rates": rates,
+    "training": trainer.model_parts[0].training,
+}
 told = {} if GIVEN["tensorboard"] else told()
-(FOLDER / f"{dist.get_rank()}.json").write_text(json.dumps({"weights": weights, "moments": moments, "told": told, **rest}))
+(FOLDER / f"{dist.get_rank()}.json").write_text(
+    json.dumps({"weights": weights, "moments": moments, "told": told, **rest})
+)
 trainer.close()
 assert dist_utils.dist_sum.__module__ == dist_utils.__name__, "rackrun's functions are taken out again"
