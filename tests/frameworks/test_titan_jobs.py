@@ -89,7 +89,7 @@ def test_a_script_unchanged(jobs: Callable[..., FrameworkJobs], monkeypatch: pyt
 @pytest.mark.stories
 def test_a_job_goes_on_from_rackrun_s_checkpoint(jobs: Callable[..., FrameworkJobs]) -> None:
     both = jobs()
-    same(both.stock(ALL), both.resumed(ALL, "5:0:KILL:forward"), struck=True)
+    same(both.stock(ALL), both.resumed(ALL, "5:0:KILL:forward,5:1:KILL:forward"), struck=True)
 
 
 @pytest.mark.feature("torchtitan", "its own checkpoints, read by it and by rackrun")

@@ -6,6 +6,7 @@ waits, and each ``train_step`` is one unit (`rackrun.frameworks.titan.step_unit`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,10 @@ class Elastic(_Base):  # type: ignore[misc]
         refuse_hooks(self.optimizers)
         stock = StockMethods(super().train_step, super().forward_backward_step)
         session = self._rackrun = TrainingSession(self, stock)
+        # without torch's `record` around it, which would let a spare that is not needed, or is to end, go on behind it
+        stock_train = inspect.unwrap(torchtitan.trainer.Trainer.train)
         with session.installed():
-            super().train()
+            stock_train(self)
 
     def should_continue_training(self) -> bool:
         """Come to the next step, and return whether there is one."""
@@ -80,5 +83,5 @@ class Trainer(Elastic, torchtitan.trainer.Trainer):  # type: ignore[misc]
     """torchtitan's ``Trainer``; see `Elastic`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(torchtitan.trainer.Trainer.Config):
+    class Config(torchtitan.trainer.Trainer.Config):  # type: ignore[misc]
         """torchtitan's ``Trainer.Config``, which builds an elastic Trainer."""

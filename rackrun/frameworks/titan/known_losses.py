@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
-__all__ = ["KnownLosses"]
+__all__ = ["KnownLosses", "local_part"]
 
 
 class KnownLosses:
@@ -27,8 +28,8 @@ class KnownLosses:
 
     def reduce(self, loss: torch.Tensor, local_average: torch.Tensor, tokens: torch.Tensor, mesh: Any) -> None:
         """Reduce the three tensors of one number each over ``mesh``, as ``train_step`` does. Collective."""
-        self._sums = [(one, self._stock_sum(one, mesh)) for one in (loss, tokens)]
-        self._maxima = [(local_average, self._stock_max(local_average, mesh))]
+        self._sums = [(local_part(one), self._stock_sum(one, mesh)) for one in (loss, tokens)]
+        self._maxima = [(local_part(local_average), self._stock_max(local_average, mesh))]
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -50,7 +51,13 @@ class KnownLosses:
             dist_utils.dist_sum, dist_utils.dist_max = self._stock_sum, self._stock_max
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as with tensor parallelism, or ``x`` itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def _value_of(x: torch.Tensor, known: list[tuple[torch.Tensor, float]]) -> float | None:
+    x = local_part(x)
     for reduced, value in known:
         same_kind = reduced.dtype == x.dtype and reduced.shape == x.shape
         if same_kind and torch.allclose(reduced, x, rtol=0.0, atol=0.0, equal_nan=True):

@@ -15,12 +15,12 @@ __all__ = ["install"]
 def install() -> None:
     """Let each Trainer that is made be of a class with `Elastic` before its own, also where that is a subclass."""
 
-    def new(cls: type, *_: Any, **__: Any) -> Any:
+    def new(cls: Any, *_: Any, **__: Any) -> Any:
         return object.__new__(cls if issubclass(cls, Elastic) else _elastic(cls))
 
     torchtitan.trainer.Trainer.__new__ = new
 
 
 @functools.cache
-def _elastic(cls: type) -> type:
+def _elastic(cls: Any) -> Any:
     return type(cls.__name__, (Elastic, cls), {"__module__": cls.__module__})

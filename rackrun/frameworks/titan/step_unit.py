@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from rackrun.frameworks.titan.known_losses import KnownLosses
+from rackrun.frameworks.titan.known_losses import KnownLosses, local_part
 from rackrun.worker.steps.step import Step
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class StepUnit:
     def before_update(self) -> None:
         """Reduce what will be logged, before the gate. Collective."""
         attempt, session, trainer = self._attempt, self._session, self._trainer
-        if attempt is None or attempt.loss is None:
+        if attempt is None or attempt.loss is None or attempt.global_tokens is None:
             return
         ranks = session.run._data_coordinate()[1]
-        attempt.step.scale(attempt.loss * ranks, weight=1 / ranks)
+        attempt.step.scale(local_part(attempt.loss) * ranks, weight=1 / ranks)
         if trainer.parallel_dims.dp_cp_enabled and trainer.metrics_processor.should_log(trainer.step):
             seen = torch.tensor(trainer.ntokens_seen, dtype=torch.int64, device=trainer.device)
             local = attempt.loss * attempt.global_tokens / attempt.local_tokens
