@@ -7,14 +7,19 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
 
-from rackrun.errors import StepError
+from rackrun.errors import StepError, UsageError
+from rackrun.frameworks.titan import refusals
 from rackrun.frameworks.titan.known_losses import KnownLosses
 from rackrun.frameworks.titan.logged_values import LoggedValues
 from rackrun.frameworks.titan.loop_record import LoopRecord
@@ -125,6 +130,55 @@ def test_settings_that_are_not_supported_are_refused(
     assert not list(folder.glob("told-*")), ran
 
 
+@pytest.mark.feature(
+    "torchtitan", "FP8, a mixture of experts, other loaders, optimizers and checkpoints", how="refused"
+)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"post_optimizer_build_fn": print}, "mixture of experts"),
+        ({"quantized": True}, "FP8"),
+        ({"optimizer": "DistMuon"}, "the optimizer DistMuon"),
+        ({"loader": BaseDataLoader}, "BaseDataLoader is no ParallelAwareDataloader"),
+        ({"checkpoints": BaseDataLoader}, "checkpoints by BaseDataLoader"),
+        ({"seed": True}, "create_seed_checkpoint"),
+    ],
+)
+def test_parts_that_are_not_supported_are_refused(
+    change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "has_quantization", lambda _: "quantized" in change)
+    spec = {"name": "llama3", "flavor": "x", "model": None, "post_optimizer_build_fn": None}
+    group = SimpleNamespace(optimizer_name=change.get("optimizer", "AdamW"))
+    one = SimpleNamespace
+    config = one(
+        model_spec=one(**{name: change.get(name, value) for name, value in spec.items()}),
+        optimizer=one(param_groups=[group], implementation="fused"),
+        dataloader=one(_owner=change.get("loader", ParallelAwareDataloader), num_workers=0),
+        checkpoint=one(
+            _owner=change.get("checkpoints", CheckpointManager),
+            enable=True,
+            async_mode="disabled",
+            create_seed_checkpoint="seed" in change,
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        training=TrainingConfig(disable_cuda_graphs=True),
+        compile=CompileConfig(),
+        comm=one(mode="default"),
+    )
+    with pytest.raises(UsageError, match=named):
+        refusals.refuse_config(config)
+
+
+def test_step_hooks_of_the_container_are_refused() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1))]
+    optimizer = torch.optim.SGD(weights)
+    refusals.refuse_hooks(optimizer)
+    optimizer.register_step_post_hook(print)
+    with pytest.raises(UsageError, match="step hook"):
+        refusals.refuse_hooks(optimizer)
+
+
 def test_a_rank_s_batch_stays_on_the_host_and_its_content_counts() -> None:
     batch = RankBatch(
         [({"input": torch.tensor([1])}, torch.tensor([2])), ({"input": torch.tensor([3])}, torch.tensor([4]))]
@@ -148,7 +202,7 @@ def test_data_that_end_are_an_error() -> None:
 def test_the_losses_are_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def reduced(name: str, x: torch.Tensor, mesh: object) -> float:  # noqa: ARG001 - as torchtitan calls it
+    def reduced(name: str, x: torch.Tensor, mesh: object) -> float:
         asked.append(name)
         return 10 * float(x)
 

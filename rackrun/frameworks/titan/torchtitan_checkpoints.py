@@ -23,8 +23,11 @@ class LoaderStates:
         """The state that a checkpoint has for this rank, as JSON of `encode_state`; "" if none was loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank's data shard stands after the last committed step."""
+        """Return where this rank's data shard stands after the last committed step; before training, where torchtitan
+        asks what a checkpoint has to have, its beginning."""
         session = self._session
+        if session.run._units.step_in_hand is None:
+            return dict(session.trainer.dataloader.state_dict())
         shard, shards = session.run._data_coordinate()
         return {f"dp_rank_{shard}": pickle.dumps(self._state(shard)), "world_size": shards}
 
