@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +41,17 @@ def compare(jobs: Callable[..., FrameworkJobs]) -> Callable[..., None]:
 
 
 @pytest.mark.feature("torchtitan", "FSDP2, any rank lost, rank 0 too")
-def test_rank_0_is_killed_in_the_backward_pass(compare: Callable[..., None]) -> None:
-    compare(ALL, "3:0:KILL:backward")
+def test_rank_0_is_killed_in_the_backward_pass(jobs: Callable[..., FrameworkJobs], tmp_path: Path) -> None:
+    both, values = jobs(), tmp_path / "values.jsonl"
+    stock = both.stock(ALL)
+    same(stock, both.elastic(ALL, "3:0:KILL:backward", options=["--log-to", f"jsonl:{values}"]), struck=True)
+    lines = [json.loads(line) for line in values.read_text().splitlines()]
+    logged = {name.strip(): one for name, one in stock["0"]["told"].items()}
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 1, 3]
+    for line in lines:
+        told = logged[f"{line['step'] + 1}" if "loss" in line else f"{line['step'] + 1} validation"]
+        assert line.get("loss", line.get("validation_loss")) in told.values()
 
 
 @pytest.mark.feature("torchtitan", "gradient accumulation, validation")

@@ -70,11 +70,14 @@ class Metrics:
         self.ntokens_since_last_log, self.data_loading_times = 5, [0.5]
         self.said: list[Any] = []
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self.said.append((args, kwargs))
+    def log(
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
+    ) -> None:
+        assert extra_metrics
+        self.said.append([step, global_avg_loss, global_max_loss, grad_norm])
 
-    def log_validation(self, **kwargs: Any) -> None:
-        self.said.append(kwargs)
+    def log_validation(self, loss: float, step: int) -> None:
+        self.said.append([loss, step])
 
 
 def in_python(text: str) -> str:
@@ -227,11 +230,12 @@ def test_what_is_logged_waits_for_the_commit() -> None:
     metrics = Metrics()
     logs = LoggedValues(metrics)
     with logs.held() as calls:
-        metrics.log(1, 2.0, extra_metrics={"lr": 0.1})
-    assert (metrics.said, calls) == ([], [["log", [1, 2.0], {"extra_metrics": {"lr": 0.1}}]])
+        metrics.log(1, 2.0, 3.0, 4.0, extra_metrics={"lr": 0.1})
+    assert (metrics.said, calls) == ([], [["log", [1, 2.0, 3.0, 4.0], {"extra_metrics": {"lr": 0.1}}]])
+    assert logs.losses(calls) == {"loss": 2.0, "grad_norm": 4.0}
     logs.deliver(calls)
     logs.deliver(None)
-    assert metrics.said == [((1, 2.0), {"extra_metrics": {"lr": 0.1}})]
+    assert metrics.said == [[1, 2.0, 3.0, 4.0]]
 
 
 def test_an_abandoned_step_counts_no_tokens_and_no_times() -> None:
@@ -247,8 +251,8 @@ def test_an_abandoned_step_counts_no_tokens_and_no_times() -> None:
     with pytest.raises(KeyboardInterrupt):
         attempt()
     assert (metrics.ntokens_since_last_log, metrics.data_loading_times) == (5, [0.5])
-    metrics.log(1)
-    assert metrics.said == [((1,), {})]
+    metrics.log_validation(0.5, 1)
+    assert metrics.said == [[0.5, 1]]
 
 
 def test_a_record_comes_back_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,12 @@ from torchtitan.components.metrics import BaseLogger
 
 __all__ = ["LoggedValues"]
 
+_NAMES = {
+    "log": {"global_avg_loss": "loss", "grad_norm": "grad_norm"},
+    "log_validation": {"loss": "validation_loss"},
+}
+"""Method of the metrics processor -> its argument -> the name for ``run.log``."""
+
 
 class LoggedValues:
     """The calls of ``log`` and ``log_validation`` of ``metrics``, a MetricsProcessor."""
@@ -17,7 +24,6 @@ class LoggedValues:
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
         self._stock = {"log": metrics.log, "log_validation": metrics.log_validation}
-        self._began: tuple[int, list[float]] = (0, [])
 
     @contextmanager
     def held(self) -> Iterator[list[Any]]:
@@ -38,6 +44,15 @@ class LoggedValues:
             raise
         finally:
             metrics.log, metrics.log_validation = self._stock["log"], self._stock["log_validation"]
+
+    def losses(self, calls: Sequence[Any]) -> dict[str, float]:
+        """Return the loss and the gradient norm, or the loss of a validation, in the calls that were kept."""
+        found = {}
+        for name, args, kwargs in calls:
+            given = inspect.signature(self._stock[name]).bind(*args, **kwargs).arguments
+            names = _NAMES[name]
+            found |= {names[key]: value for key, value in given.items() if key in names}
+        return found
 
     def deliver(self, calls: Sequence[Any] | None) -> None:
         """Make the calls that were kept in what is committed now. A process that has taken a rank over has no times of

@@ -50,6 +50,7 @@ class StepUnit:
                 session.stock.train_step(trainer.batch_generator(batches))
             if number is not None:
                 session.record.step_done(number, trainer.ntokens_seen)
+                session.run.log(**session.logs.losses(calls))
             return calls
         finally:
             self._attempt = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
+from rackrun.errors import UsageError
 from rackrun.worker.data.shard_reader import ShardReader
 from rackrun.worker.data.stream_states import encode_state
 
@@ -32,8 +33,13 @@ class LoaderStates:
         return {f"dp_rank_{shard}": pickle.dumps(self._state(shard)), "world_size": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep a `state_dict`, of torchtitan's loader or of this."""
-        shard = self._session.run._data_coordinate()[0]
+        """Keep a `state_dict`, of torchtitan's loader or of this. Raises `UsageError` if it is of other ranks."""
+        shard, shards = self._session.run._data_coordinate()
+        if state["world_size"] != shards:
+            raise UsageError(
+                f"the checkpoint of torchtitan's is of {state['world_size']} data-parallel ranks, and there are {shards}.",
+                remedy="begin with as many ranks, or leave the data out with --checkpoint.exclude_from_loading dataloader.",
+            )
         self.loaded = encode_state(pickle.loads(state[f"dp_rank_{shard}"])).decode()  # noqa: S301 - torchtitan's format
 
     def _state(self, shard: int) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class TrainingSession:
         if loaded and self.trainer.step:
             self.record.first, self.record.ntokens_seen = self.trainer.step, self.trainer.ntokens_seen
             rows = gather_texts(self.run, [str(self.run._data_coordinate()[0]), self._loaders.loaded])
-            states = {int(shard): json.loads(state) for shard, state in rows}
+            states = {int(shard): json.loads(state) for shard, state in rows if state}
             self.record.loaders = [states[shard] for shard in sorted(states)]
         return loaded
 
@@ -174,6 +174,7 @@ class TrainingSession:
         def attempt() -> list[Any]:
             with self.logs.held() as calls:
                 stock(model_parts, step)
+            self.run.log(**self.logs.losses(calls))
             return calls
 
         self.logs.deliver(self.run.phase(partial(self._at, step, attempt), name="validating"))
