@@ -47,7 +47,7 @@ class LoggedValues:
 
     def losses(self, calls: Sequence[Any]) -> dict[str, float]:
         """Return the loss and the gradient norm, or the loss of a validation, in the calls that were kept."""
-        found = {}
+        found: dict[str, float] = {}
         for name, args, kwargs in calls:
             given = inspect.signature(self._stock[name]).bind(*args, **kwargs).arguments
             names = _NAMES[name]

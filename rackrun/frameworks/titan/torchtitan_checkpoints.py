@@ -27,14 +27,14 @@ class LoaderStates:
         """Return where this rank's data shard stands after the last committed step; before training, where torchtitan
         asks what a checkpoint has to have, its beginning."""
         session = self._session
-        if session.run._units.step_in_hand is None:
+        if not session.opened:
             return dict(session.trainer.dataloader.state_dict())
-        shard, shards = session.run._data_coordinate()
+        shard, shards = session.place
         return {f"dp_rank_{shard}": pickle.dumps(self._state(shard)), "world_size": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a `state_dict`, of torchtitan's loader or of this. Raises `UsageError` if it is of other ranks."""
-        shard, shards = self._session.run._data_coordinate()
+        shard, shards = self._session.place
         if state["world_size"] != shards:
             raise UsageError(
                 f"the checkpoint of torchtitan's is of {state['world_size']} data-parallel ranks, and there are {shards}.",

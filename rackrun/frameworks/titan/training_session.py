@@ -22,7 +22,9 @@ from rackrun.worker.data.loader import BatchPlan
 from rackrun.worker.data.rng import undrawn
 from rackrun.worker.data.stream_states import decode_state
 from rackrun.worker.loop.open_run import open_run
+from rackrun.worker.loop.run import Run
 from rackrun.worker.membership.decisions.interruptions import LoopDrained
+from rackrun.worker.process.runtime import start
 from rackrun.worker.steps.step import Step
 
 __all__ = ["StockMethods", "TrainingSession"]
@@ -47,15 +49,19 @@ class TrainingSession:
         self.logs = LoggedValues(trainer.metrics_processor)
         self.over = False
         """Whether the run gives no more steps."""
+        self._run: Run | None = None
         self._steps: Iterator[int] | None = None
         self._number = -1
         """rackrun's number of the step of this turn."""
+        self.loaders = LoaderStates(self)
+        self._loaded = self._load()
         training, dims = trainer.config.training, trainer.parallel_dims
         ranks = dims.dp_replicate * dims.dp_shard
         micro_batch = training.local_batch_size * trainer.gradient_accumulation_steps
         with undrawn():
             sizes = BatchPlan(micro_batch * ranks, micro_batch, trainer.config.debug.seed or 0)
-            self.run = open_run(sizes, _mesh(dims))
+            self.run = self._run = open_run(sizes, _mesh(dims))
+        self._share_loaded()
         self.run._units.keep_size(_FIXED)
         tracked = {f"optimizer_{number}": one for number, one in enumerate(trainer.optimizers.optimizers)}
         tracked |= {f"scheduler_{number}": one for number, one in enumerate(trainer.lr_schedulers.schedulers)}
@@ -75,9 +81,7 @@ class TrainingSession:
         checkpointer, validator = self.trainer.checkpointer, getattr(self.trainer, "validator", None)
         optimizers = self.trainer.optimizers
         stock_timeouts = dist_utils.set_pg_timeouts
-        if checkpointer.enable:
-            checkpointer.states["dataloader"] = self._loaders = LoaderStates(self)
-        checkpointer.load = partial(self._load, checkpointer.load)
+        checkpointer.load = lambda **_: self._loaded
         checkpointer.save = partial(self._save, checkpointer.save)
         optimizers.step = partial(self._update, inspect.unwrap(type(optimizers).step))
         if validator is not None:
@@ -95,6 +99,17 @@ class TrainingSession:
             ):
                 if part is not None:
                     delattr(part, name)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the run is open."""
+        return self._run is not None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's data shard, and their number."""
+        loader = self.trainer.dataloader
+        return self._run._data_coordinate() if self._run else (loader.dp_rank, loader.dp_world_size)
 
     # -- data
     def _read_shard(self, shard: int, shards: int) -> ShardBatches:
@@ -150,18 +165,23 @@ class TrainingSession:
         self.over = True
 
     # -- checkpoints and validation
-    def _load(self, stock: Callable[..., bool], step: int = -1) -> bool:
-        """Load a checkpoint of torchtitan's, and note its place for all ranks. Collective. A spare loads none: it gets
-        everything from the ranks when it takes a place."""
-        if self.run._is_trial():
+    def _load(self) -> bool:
+        """Load a checkpoint of torchtitan's, before the run is opened: torchtitan steps its optimizers for that.
+        Collective. A spare loads none: it gets everything from the ranks when it takes a place."""
+        trainer = self.trainer
+        if not trainer.checkpointer.enable:
             return False
-        loaded = stock(step=step)
-        if loaded and self.trainer.step:
-            self.record.first, self.record.ntokens_seen = self.trainer.step, self.trainer.ntokens_seen
-            rows = gather_texts(self.run, [str(self.run._data_coordinate()[0]), self._loaders.loaded])
+        trainer.checkpointer.states["dataloader"] = self.loaders
+        return not start().spare and bool(trainer.checkpointer.load(step=trainer.config.checkpoint.load_step))
+
+    def _share_loaded(self) -> None:
+        """Note the place of the checkpoint that was loaded, for all ranks. Collective."""
+        record, trainer = self.record, self.trainer
+        if self._loaded and trainer.step:
+            record.first, record.ntokens_seen = trainer.step, trainer.ntokens_seen
+            rows = gather_texts(self.run, [str(self.place[0]), self.loaders.loaded])
             states = {int(shard): json.loads(state) for shard, state in rows if state}
-            self.record.loaders = [states[shard] for shard in sorted(states)]
-        return loaded
+            record.loaders = [states[shard] for shard in sorted(states)]
 
     def _save(self, stock: Callable[..., bool], curr_step: int, last_step: bool = False) -> bool:
         checkpointer = self.trainer.checkpointer
@@ -194,7 +214,7 @@ class TrainingSession:
         """Set what torchtitan has derived from an older rank."""
         trainer = self.trainer
         if hasattr(trainer, "validator"):
-            trainer.validator.dp_rank = self.run._data_coordinate()[0]
+            trainer.validator.dp_rank = self.place[0]
         if self.run.is_main:
             config = trainer.config
             self.logs.become_main(config, config.dump_folder, config.parallelism.pipeline_parallel_schedule)
