@@ -91,9 +91,38 @@ def test_two_optimizers(kill: str, compare: Callable[..., None]) -> None:
 @pytest.mark.feature("torchtitan", "a script that is not changed (--framework titan)")
 @pytest.mark.stories
 def test_a_script_unchanged(jobs: Callable[..., FrameworkJobs], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", _with_scripts())
     both, options = jobs(), ["--framework", "titan", "--preload", "titan_on_cpu"]
     same(both.stock(ALL), both.elastic(ALL, "3:0:KILL:forward", kind="unchanged", options=options), struck=True)
+
+
+@pytest.mark.feature("torchtitan", "its own command, -m torchtitan.train (--framework titan)")
+@pytest.mark.stories
+def test_the_command_of_torchtitan(tmp_path: Path, run_rackrun: Callable[..., Any]) -> None:
+    assets = make_assets(tmp_path / "assets")
+    settings = {
+        "hf_assets_path": assets / "tokenizer",
+        "dump_folder": tmp_path / "out",
+        "dataloader.dataset_path": assets / "texts",
+        "training.local_batch_size": 2,
+        "training.seq_len": 32,
+        "training.steps": 5,
+        "parallelism.spmd_backend": "partial_dtensor",
+    }
+    given = ["--module", "titan_tiny", "--config", "tiny", "--training.disable_cuda_graphs"]
+    given += [str(one) for name, value in settings.items() for one in (f"--{name}", value)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _with_scripts()}
+    logged = []
+    for struck in ("", str(tmp_path / "struck")):
+        values = tmp_path / f"values{len(logged)}.jsonl"
+        options = ["--framework", "titan", "--preload", "titan_on_cpu", "--log-to", f"jsonl:{values}"]
+        command = ["--standalone", "--nproc-per-node", 3, "--spares", 1, *options, "-m", "torchtitan.train", *given]
+        ran = run_rackrun(command, timeout=150.0, env={**environment, "STRUCK": struck})
+        assert ran.exit_code == 0, ran
+        logged.append([{**json.loads(line), "time": 0} for line in values.read_text().splitlines()])
+    assert (tmp_path / "struck").exists()
+    assert [line["step"] for line in logged[0]] == [0, 1, 2, 3, 4]
+    assert logged[0] == logged[1]
 
 
 @pytest.mark.feature("torchtitan", "a job that goes on from --checkpoint-dir")
@@ -136,6 +165,10 @@ def test_tensorboard_has_every_step(jobs: Callable[..., FrameworkJobs], tmp_path
     stock, elastic = (_logged(tmp_path / f"job-{number}" / "out" / "tb") for number in range(2))
     assert stock == elastic
     assert sorted(stock) == [1, 2, 3, 4, 5, 6]
+
+
+def _with_scripts() -> str:
+    return os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
 
 
 def _logged(folder: Path) -> dict[int, set[float]]:
