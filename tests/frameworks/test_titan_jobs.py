@@ -60,7 +60,18 @@ def test_rank_0_is_killed_in_the_backward_pass(jobs: Callable[..., FrameworkJobs
 @pytest.mark.parametrize("signalled", ["KILL", "STOP"])
 @pytest.mark.parametrize(
     "moment",
-    ["1:forward", "3:forward", "4:backward", "3:clip", "4:applied", "3:between", "3:saving", "3:saved", "2:validating"],
+    [
+        "1:forward",
+        "3:forward",
+        "4:backward",
+        "3:clip",
+        "4:applied",
+        "3:between",
+        "3:saving",
+        "3:saved",
+        "2:validating",
+        "5:end",
+    ],
 )
 def test_one_is_lost_at_another_moment(moment: str, signalled: str, rank: int, compare: Callable[..., None]) -> None:
     step, where = moment.split(":")

@@ -60,8 +60,9 @@ class Elastic(_Base):  # type: ignore[misc]
         session = self._rackrun = TrainingSession(self, stock)
         # without torch's `record` around it, which would let a spare that is not needed, or is to end, go on behind it
         stock_train = inspect.unwrap(torchtitan.trainer.Trainer.train)
-        with session.installed():
-            stock_train(self)
+        session.install()
+        stock_train(self)
+        session.end()
 
     def should_continue_training(self) -> bool:
         """Come to the next step, and return whether there is one."""

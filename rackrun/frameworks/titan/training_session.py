@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,30 +74,15 @@ class TrainingSession:
         self._unit = self.run.step(train_step)
         self.run.on_join(self._take_place)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Put the adapter into the Trainer's parts, and take it out again after the loop."""
-        checkpointer, validator = self.trainer.checkpointer, getattr(self.trainer, "validator", None)
-        optimizers = self.trainer.optimizers
-        stock_timeouts = dist_utils.set_pg_timeouts
+    def install(self) -> None:
+        """Put the adapter into the Trainer's parts. It stays there: steps may be done again after the loop."""
+        checkpointer, optimizers = self.trainer.checkpointer, self.trainer.optimizers
         checkpointer.load = lambda **_: self._loaded
         checkpointer.save = partial(self._save, checkpointer.save)
         optimizers.step = partial(self._update, inspect.unwrap(type(optimizers).step))
-        if validator is not None:
-            validator.validate = partial(self._validate, validator.validate)
+        if hasattr(self.trainer, "validator"):
+            self.trainer.validator.validate = partial(self._validate, self.trainer.validator.validate)
         dist_utils.set_pg_timeouts = lambda **_: None  # rackrun has limits of its own for collectives
-        try:
-            yield
-        finally:
-            dist_utils.set_pg_timeouts = stock_timeouts
-            for part, name in (
-                (checkpointer, "load"),
-                (checkpointer, "save"),
-                (optimizers, "step"),
-                (validator, "validate"),
-            ):
-                if part is not None:
-                    delattr(part, name)
 
     @property
     def opened(self) -> bool:
@@ -185,7 +169,9 @@ class TrainingSession:
 
     def _save(self, stock: Callable[..., bool], curr_step: int, last_step: bool = False) -> bool:
         checkpointer = self.trainer.checkpointer
-        if not (checkpointer.enable and checkpointer._should_save(curr_step, last_step)):
+        if self.over or not checkpointer.enable:
+            return stock(curr_step, last_step)
+        if not checkpointer._should_save(curr_step, last_step):
             return False
         self.run.phase(partial(self._at, curr_step, partial(stock, curr_step, last_step)), name="saving a checkpoint")
         return True
@@ -197,6 +183,9 @@ class TrainingSession:
             self.run.log(**self.logs.losses(calls))
             return calls
 
+        if self.over:
+            stock(model_parts, step)
+            return
         self.logs.deliver(self.run.phase(partial(self._at, step, attempt), name="validating"))
 
     def _at(self, step: int, function: Callable[[], Any]) -> Any:

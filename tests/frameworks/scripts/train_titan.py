@@ -171,6 +171,7 @@ if not GIVEN["tensorboard"]:
     trainer.metrics_processor.logger = Told()
 strike_in_parts(trainer)
 trainer.train()
+strike("end")
 weights = {name: digest(one) for name, one in trainer.model_parts[0].named_parameters()}
 moments = [digest(value) for one in trainer.optimizers for state in one.state.values() for value in state.values()]
 rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
