@@ -150,6 +150,28 @@ def test_a_job_goes_on_from_rackrun_s_checkpoint(jobs: Callable[..., FrameworkJo
     same(whole, resumed, struck=True)
 
 
+@pytest.mark.feature("torchtitan", "a job that is asked to end (SIGTERM) and goes on later")
+@pytest.mark.stories
+def test_a_job_that_was_drained_goes_on(
+    jobs: Callable[..., FrameworkJobs], tmp_path: Path, run_rackrun: Callable[..., Any]
+) -> None:
+    both, kept = jobs(), ["--checkpoint-dir", tmp_path / "kept"]
+    arguments = {**ALL, "steps": 8}
+    whole = both.stock(arguments)
+    folder = tmp_path / "drained"
+    folder.mkdir()
+    given = [SCRIPT, folder, "elastic", "2:0:END:forward", json.dumps(arguments)]
+    ran = run_rackrun(["--standalone", "--nproc-per-node", 2, *kept, *given], timeout=150.0)
+    assert ran.exit_code == 143, ran
+    assert not list(folder.glob("[0-9].json")), "half a training was taken for a whole one"
+    found = both.elastic(arguments, options=kept)
+    for rank, expected in whole.items():
+        told = found[rank]["told"]
+        assert {"8 "} <= told.keys() < expected["told"].keys()
+        expected["told"] = {name: expected["told"][name] for name in told}
+    same(whole, found, struck=False)
+
+
 @pytest.mark.feature("torchtitan", "its own checkpoints, read by it and by rackrun")
 @pytest.mark.stories
 @pytest.mark.parametrize("order", ["elastic stock", "stock elastic", "elastic elastic"])

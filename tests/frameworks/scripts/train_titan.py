@@ -2,7 +2,7 @@
 
 ``train_titan.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` (`rackrun.titan.Trainer`), ``unchanged``
 (for ``rackrun --framework titan``). KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job, or several with commas between;
-"": nobody. The texts and the
+"": nobody. SIGNAL is KILL, STOP, or END: the launcher is asked to end. The texts and the
 tokenizer are in FOLDER/../assets. ARGUMENTS, as JSON: ``steps``, ``accumulate``, ``tp``, ``replicate``,
 ``save`` (every so many steps), ``validate`` (likewise), ``log`` (likewise), ``tensorboard``, ``optimizers`` (2: the norms have
 their own), ``bits`` (of parameters in forward and backward), ``set`` (other options, {"training.max_norm": 1}).
@@ -45,13 +45,20 @@ else:
     Trainer = stock_trainer.Trainer
 
 
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def strike(where):
     for number, kill in enumerate(KILL.split(",") if KILL else ()):
         step, rank, signalled, place = kill.split(":")
         struck = FOLDER / ("struck" if not number else f"struck-{number}")
         if (place, int(step), int(rank)) == (where, strike.trainer.step, dist.get_rank()) and not struck.exists():
             struck.touch()
-            os.kill(os.getpid(), getattr(signal, f"SIG{signalled}"))
+            if signalled == "END":
+                os.kill(parent(parent(os.getppid())), signal.SIGTERM)  # the launcher
+            else:
+                os.kill(os.getpid(), getattr(signal, f"SIG{signalled}"))
 
 
 class Told(BaseLogger):
