@@ -123,7 +123,7 @@ def test_the_command_of_torchtitan(tmp_path: Path, run_rackrun: Callable[..., An
     given = ["--module", "titan_tiny", "--config", "tiny", "--training.disable_cuda_graphs"]
     given += [str(one) for name, value in settings.items() for one in (f"--{name}", value)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _with_scripts()}
-    logged = []
+    logged: list[Any] = []
     for struck in ("", str(tmp_path / "struck")):
         values = tmp_path / f"values{len(logged)}.jsonl"
         options = ["--framework", "titan", "--preload", "titan_on_cpu", "--log-to", f"jsonl:{values}"]
