@@ -78,6 +78,14 @@ def test_one_is_lost_at_another_moment(moment: str, signalled: str, rank: int, c
     compare(ALL, f"{step}:{rank}:{signalled}:{where}")
 
 
+@pytest.mark.stories
+def test_another_rank_is_lost_when_the_step_is_done_again(jobs: Callable[..., FrameworkJobs], tmp_path: Path) -> None:
+    both, two_spares = jobs(), ["--nproc-per-node", 4, "--spares", 2]
+    found = both.elastic(ALL, "4:0:KILL:backward,4:1:KILL:clip", options=two_spares)
+    assert list(tmp_path.glob("*/struck-1"))
+    same(both.stock(ALL), found, struck=True)
+
+
 @pytest.mark.feature("torchtitan", "HSDP")
 @pytest.mark.stories
 @pytest.mark.parametrize("kill", ["3:0:KILL:backward", "4:3:STOP:clip"])
