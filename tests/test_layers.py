@@ -85,7 +85,7 @@ FLOORS = {
         "integrity",
         "loop",
     ],
-    "rackrun.frameworks": [TOP, "accelerate lightning.base megatron", "hf lightning.state", "lightning"],
+    "rackrun.frameworks": [TOP, "accelerate lightning.base megatron titan", "hf lightning.state", "lightning"],
     "rackrun.launch": [f"{TOP} options", "run"],
     "rackrun.ctl": ["ckpt", TOP],
     "rackrun.chaos": [

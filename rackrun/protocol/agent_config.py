@@ -27,7 +27,7 @@ class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports in advance, besides torch's."""
     framework: str = ""
-    """A framework whose classes are made elastic before the script runs: ``hf`` or ``lightning``; "": none."""
+    """A framework whose classes are made elastic before the script runs: ``hf``, ``lightning`` or ``titan``; "": none."""
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):

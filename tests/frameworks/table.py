@@ -24,6 +24,7 @@ PACKAGES = {
     "Lightning": ("lightning",),
     "Fabric": ("lightning",),
     "Megatron-Core": ("megatron-core",),
+    "torchtitan": ("torchtitan",),
     "Streams": ("datasets", "torchdata", "webdataset"),
     "Plain loops": (),
 }
@@ -38,9 +39,9 @@ This page is written by `python -m tests.frameworks.table` from the tests: each 
 error before the first step that says what to write instead. All of it runs on CPUs, with torch {torch}.
 
 More about each: [Hugging Face Trainer](huggingface.md), [Accelerate](accelerate.md),
-[Lightning](lightning.md), [Fabric](fabric.md), [Megatron-Core](megatron.md), [streams](streams.md), [plain
-loops](convert_a_script.md), [scripts for each task](recipes.md). The versions of torch with which these tests pass are
-in [torch versions](torch_versions.md).
+[Lightning](lightning.md), [Fabric](fabric.md), [Megatron-Core](megatron.md), [torchtitan](torchtitan.md),
+[streams](streams.md), [plain loops](convert_a_script.md), [scripts for each task](recipes.md). The versions of torch
+with which these tests pass are in [torch versions](torch_versions.md).
 """
 
 

@@ -161,6 +161,7 @@ _BEFORE = {
         def build_optimizer(model: Any) -> tuple[Any, Any]: ...
         def forward_step(iterator: Any, model: Any) -> Any: ...
         """,
+    "torchtitan.md: from rackrun.titan import Trainer": "",
     'exact_reduction.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, reduction="exact")': "import rackrun",
     "scale_lr.md: @rackrun.elastic(global_batch_size=512, micro_batch_size=8, batch=rackrun.ScaleLR": "import rackrun",
     "test_your_script.md: from rackrun.chaos import": "",

@@ -92,9 +92,9 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "counts. If the loss is finite then, the GPU of its rank is noted, and the rank leaves it at the second time."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before workers are "
             "forked. They must not start threads or use a GPU. Default: none."),
-        add("--framework", action=env, type=str, default="", choices=("", "hf", "lightning"), metavar="NAME", help="Train every "
-            "Trainer of transformers (hf) or of Lightning (lightning) in the script with rackrun's steps, without a change of the script "
-            "(docs/huggingface.md, docs/lightning.md). Default: none."),
+        add("--framework", action=env, type=str, default="", choices=("", "hf", "lightning", "titan"), metavar="NAME", help="Train "
+            "every Trainer of transformers (hf), Lightning (lightning) or torchtitan (titan) in the script with rackrun's steps, without a "
+            "change of the script (docs/huggingface.md, docs/lightning.md, docs/torchtitan.md). Default: none."),
         add("--quiet", action=check_env, help="Print no status line and no lines about recoveries."),
         add("--version", action="version", version=f"rackrun {__version__}", help="Print the version of rackrun and exit."),
     ):  # fmt: skip

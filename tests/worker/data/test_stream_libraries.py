@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,15 @@ def test_iterable_datasets_of_hugging_face(train: Train) -> None:
 
 
 def test_iterable_datasets_of_hugging_face_that_are_mapped(train: Train) -> None:
-    is_the_same_after_losses(of_datasets(lambda data: data.map(lambda row: {"x": row["x"]})), train, collate=only_x)
+    """Before datasets 5, their state leaves out the rest of the shard that is being read."""
+    make = of_datasets(lambda data: data.map(lambda row: {"x": row["x"]}))
+    if int(version("datasets").partition(".")[0]) >= 5:
+        is_the_same_after_losses(make, train, collate=only_x)
+        return
+    ended = train(script(make, collate=only_x), ranks=1, spares=0)
+    assert ended.exit_code == 1, ended
+    assert "from its own state_dict()" in ended.because
+    is_the_same_after_losses(make, train, collate=only_x, state_every=0)
 
 
 @pytest.mark.feature("Streams", "its shuffle buffer, with its state", how="refused")
