@@ -35,7 +35,7 @@ def compare(jobs: Callable[..., FrameworkJobs]) -> Callable[..., None]:
 
     def compared(arguments: dict[str, Any], kill: str) -> None:
         both = jobs(2 * arguments.get("tp", 1) * arguments.get("replicate", 1))
-        same(both.stock(arguments), both.elastic(arguments, kill), struck=bool(kill))
+        same(both.stock(arguments), both.elastic(arguments, kill))
 
     return compared
 
@@ -44,7 +44,7 @@ def compare(jobs: Callable[..., FrameworkJobs]) -> Callable[..., None]:
 def test_rank_0_is_killed_in_the_backward_pass(jobs: Callable[..., FrameworkJobs], tmp_path: Path) -> None:
     both, values = jobs(), tmp_path / "values.jsonl"
     stock = both.stock(ALL)
-    same(stock, both.elastic(ALL, "3:0:KILL:backward", options=["--log-to", f"jsonl:{values}"]), struck=True)
+    same(stock, both.elastic(ALL, "3:0:KILL:backward", options=["--log-to", f"jsonl:{values}"]))
     lines = [json.loads(line) for line in values.read_text().splitlines()]
     logged = {name.strip(): one for name, one in stock["0"]["told"].items()}
     assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2, 3, 4]
@@ -83,7 +83,7 @@ def test_another_rank_is_lost_when_the_step_is_done_again(jobs: Callable[..., Fr
     both, two_spares = jobs(), ["--nproc-per-node", 4, "--spares", 2]
     found = both.elastic(ALL, "4:0:KILL:backward,4:1:KILL:clip", options=two_spares)
     assert list(tmp_path.glob("*/struck-1"))
-    same(both.stock(ALL), found, struck=True)
+    same(both.stock(ALL), found)
 
 
 @pytest.mark.feature("torchtitan", "HSDP")
@@ -112,7 +112,7 @@ def test_two_optimizers(kill: str, compare: Callable[..., None]) -> None:
 def test_a_script_unchanged(jobs: Callable[..., FrameworkJobs], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", _with_scripts())
     both, options = jobs(), ["--framework", "titan", "--preload", "titan_on_cpu"]
-    same(both.stock(ALL), both.elastic(ALL, "3:0:KILL:forward", kind="unchanged", options=options), struck=True)
+    same(both.stock(ALL), both.elastic(ALL, "3:0:KILL:forward", kind="unchanged", options=options))
 
 
 @pytest.mark.feature("torchtitan", "its own command, -m torchtitan.train (--framework titan)")
@@ -155,7 +155,7 @@ def test_a_job_goes_on_from_rackrun_s_checkpoint(jobs: Callable[..., FrameworkJo
         told = resumed[rank]["told"]
         assert {"4 ", "5 "} <= told.keys() < expected["told"].keys()
         expected["told"] = {name: expected["told"][name] for name in told}
-    same(whole, resumed, struck=True)
+    same(whole, resumed)
 
 
 @pytest.mark.feature("torchtitan", "a job that is asked to end (SIGTERM) and goes on later")
@@ -177,7 +177,7 @@ def test_a_job_that_was_drained_goes_on(
         told = found[rank]["told"]
         assert {"8 "} <= told.keys() < expected["told"].keys()
         expected["told"] = {name: expected["told"][name] for name in told}
-    same(whole, found, struck=False)
+    same(whole, found)
 
 
 @pytest.mark.feature("torchtitan", "its own checkpoints, read by it and by rackrun")
@@ -194,7 +194,7 @@ def test_a_job_goes_on_from_torchtitan_s_checkpoint(
     for rank, expected in whole.items():
         assert list(found[rank]["told"]) == ["5 ", "6 "]
         expected["told"] = {name: expected["told"][name] for name in ("5 ", "6 ")}
-    same(whole, found, struck=True)
+    same(whole, found)
 
 
 @pytest.mark.feature("torchtitan", "TensorBoard, from whoever is rank 0")
@@ -202,7 +202,7 @@ def test_a_job_goes_on_from_torchtitan_s_checkpoint(
 def test_tensorboard_has_every_step(jobs: Callable[..., FrameworkJobs], tmp_path: Path) -> None:
     arguments = {"tensorboard": True}
     both = jobs()
-    same(both.stock(arguments), both.elastic(arguments, "3:0:KILL:between"), struck=True)
+    same(both.stock(arguments), both.elastic(arguments, "3:0:KILL:between"))
     stock, elastic = (_logged(tmp_path / f"job-{number}" / "out" / "tb") for number in range(2))
     assert stock == elastic
     assert sorted(stock) == [1, 2, 3, 4, 5, 6]
