@@ -1,7 +1,8 @@
 """A Trainer's script: what it trains, what it logs and which callbacks it has called go to a file for each rank.
 
 ``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
-"": nobody. ARGUMENTS: of TrainingArguments, as JSON; with ``"subclass": false`` the Trainer's own class is used.
+"": nobody. ARGUMENTS: of TrainingArguments, as JSON; with ``"subclass": false`` the Trainer's own class is used, and with ``"tally": true`` a
+callback counts steps in an object.
 """
 
 import hashlib
@@ -55,9 +56,16 @@ def strike(where, state):
         os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
 
 
-class Calls(TrainerCallback):
+class Tally:
+    """An object of the script's own, which has no state that could be restored."""
+
     def __init__(self):
-        self.calls = {}
+        self.steps = 0
+
+
+class Calls(TrainerCallback):
+    def __init__(self, tally):
+        self.calls, self.tally = {}, tally
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -65,6 +73,8 @@ class Calls(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.count("step_begin")
+        if self.tally:
+            self.tally.steps += 1
         strike("begin", state)
 
     def on_substep_end(self, args, state, control, **kwargs):
@@ -117,7 +127,7 @@ class Mine(Trainer):
 
 
 given = json.loads(sys.argv[4])
-subclass = given.pop("subclass", True)
+subclass, tally = given.pop("subclass", True), given.pop("tally", False)
 torch.manual_seed(0)
 config = GPT2Config(
     vocab_size=100, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -136,7 +146,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     **given,
 )
-calls = Calls()
+calls = Calls(Tally() if tally else None)
 sets = {"train_dataset": Data(21), "eval_dataset": Data(5, 1000)}
 trainer = (Mine if subclass else Trainer)(model, arguments, callbacks=[calls], **sets)
 if not subclass:
