@@ -1,6 +1,6 @@
 """A script with Lightning's Trainer: what it trains, what it logs and which hooks it has called go to a file for each rank.
 
-``train_lightning.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE`` (``RAISE``: an exception), several with
+``train_lightning.py FOLDER KIND KILL ARGUMENTS``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE`` (``RAISE``: an exception; ``ALL``: all ranks), several with
 commas, each once for the job; "": nobody. ARGUMENTS: of Trainer, as JSON, and ``module``, ``checkpoint``, ``stop``, ``callbacks``, ``package``, ``samples``: of this script.
 """
 
@@ -52,10 +52,11 @@ def strike(where, step):
             struck.touch()
             if name == "RAISE":
                 raise RuntimeError("once")
-            if name == "JOB":
-                os.kill(
-                    int(os.environ["TEST_LAUNCHER"]) if "TEST_LAUNCHER" in os.environ else os.getppid(), signal.SIGKILL
-                )
+            if name == "ALL":
+                others = [int(path.name.removeprefix("process-")) for path in folder.glob("process-*")]
+                for process in set(others) - {os.getpid()}:
+                    os.kill(process, signal.SIGKILL)
+                name = "KILL"
             os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
 
 
@@ -211,6 +212,7 @@ class DataModule(pl.LightningDataModule):
 
 
 if __name__ == "__main__":
+    (folder / f"process-{os.getpid()}").touch()
     callbacks = [calls := Calls(), pl.callbacks.LearningRateMonitor("step")]
     if options["checkpoint"] is not None:
         callbacks.append(pl.callbacks.ModelCheckpoint(**options["checkpoint"]))
