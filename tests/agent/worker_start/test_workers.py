@@ -281,6 +281,38 @@ async def test_a_fenced_worker_takes_its_grandchildren_along(rig: Rig) -> None:
     assert await rig.end() == 0
 
 
+@pytest.mark.parametrize("end", ["rank killed", "agent ends"])
+async def test_what_torch_had_in_shared_memory_when_a_process_was_killed_is_removed(rig: Rig, end: str) -> None:
+    """A data loader that is killed between the creation of a file and its unlink leaves it."""
+    await rig.start(
+        """
+        import os, time
+        child = os.fork()
+        open(f"/dev/shm/torch_{os.getpid()}_7_0", "w").write("half")
+        if child:
+            print(f"parent={os.getpid()}", flush=True)
+        else:
+            print(f"child={os.getpid()}", flush=True)
+        time.sleep(600)
+        """
+    )
+    await rig.start_worker()
+    left = [Path(f"/dev/shm/torch_{await rig.number(who)}_7_0") for who in ("parent", "child")]
+    of_another = Path(f"/dev/shm/torch_{os.getpid()}_7_0")
+    of_another.write_text("")
+    try:
+        assert all(path.exists() for path in left)
+        if end == "rank killed":
+            await rig.fence(0, 1)
+            await rig.coordinator.exit_of(1)
+            await rig.eventually(lambda: not any(path.exists() for path in left), "the files are removed")
+        assert await rig.end() == 0
+        assert not any(path.exists() for path in left)
+        assert of_another.exists()
+    finally:
+        of_another.unlink()
+
+
 async def test_a_worker_that_is_fenced_before_it_exists_never_runs(rig: Rig) -> None:
     await rig.start("print('ran')")
     start = rig.start_command(0, 1)
