@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS, WARM, RANKS = 6, 8, 2
+STEPS, WARM, RANKS = 6, 66, 2
 KINDS = ("stock", "elastic")
 HERE = Path(__file__).resolve().parents[1]
 

@@ -13,18 +13,46 @@ import torch.distributed as dist
 
 from rackrun.worker.loop.run import Run
 
-__all__ = ["from_rank_0", "gather_marks", "gather_texts", "mark", "of_rank", "texts_of_ranks", "without_copies"]
+__all__ = [
+    "MARK",
+    "NoRoomError",
+    "from_rank_0",
+    "gather_marks",
+    "gather_texts",
+    "mark",
+    "numbers_of_text",
+    "of_rank",
+    "room_for_text",
+    "texts_of_numbers",
+    "texts_of_ranks",
+    "without_copies",
+]
 
+MARK = 2
+"""Numbers in a `mark`."""
 _FIRST, _LENGTH = 8192, 8
 """Sizes of the message that every rank sends first, and of the length at its beginning, in bytes."""
-_HASH_BYTES = 6
+_NUMBER_BYTES = 6
 """As many as a float64 holds exactly."""
+_GROWS_BYTES = 250
+"""How much a text may grow in a step beside a quarter."""
+
+
+class NoRoomError(Exception):
+    """A text has ``longest`` bytes, more than there is room for."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(longest)
+        self.longest = longest
 
 
 def mark(text: str) -> list[float]:
     """Return two numbers, the length in bytes and a hash, by which ranks compare their texts."""
     data = text.encode()
-    return [float(len(data)), float(int.from_bytes(hashlib.blake2b(data, digest_size=_HASH_BYTES).digest(), "little"))]
+    return [
+        float(len(data)),
+        float(int.from_bytes(hashlib.blake2b(data, digest_size=_NUMBER_BYTES).digest(), "little")),
+    ]
 
 
 def gather_marks(run: Run, text: str) -> list[list[float]]:
@@ -48,6 +76,32 @@ def texts_of_ranks(run: Run, text: str, marks: Sequence[Sequence[float]]) -> lis
     rows = [torch.empty_like(mine) for _ in marks]
     dist.all_gather(rows, mine)
     return [bytes(row[: int(length)].cpu().numpy()).decode() for row, (length, _) in zip(rows, marks, strict=True)]
+
+
+def room_for_text(longest: float) -> int:
+    """Return how many numbers `numbers_of_text` takes where texts had up to ``longest`` bytes last, and may have grown."""
+    return MARK + -(-int(longest * 1.25 + _GROWS_BYTES) // _NUMBER_BYTES)
+
+
+def numbers_of_text(text: str, room: int) -> list[float]:
+    """Return a text as ``room`` numbers: its `mark`, and its bytes where there is room for them."""
+    data = text.encode().ljust((room - MARK) * _NUMBER_BYTES, b"\0")
+    return mark(text) + [
+        float(int.from_bytes(data[first : first + _NUMBER_BYTES], "little"))
+        for first in range(0, (room - MARK) * _NUMBER_BYTES, _NUMBER_BYTES)
+    ]
+
+
+def texts_of_numbers(rows: Sequence[Sequence[float]], text: str) -> list[str]:
+    """Return the texts of all ranks from their `numbers_of_text`, or this rank's ``text`` alone if all are the same.
+    Raises `NoRoomError` if one is too long for its row."""
+    if all(tuple(row[:MARK]) == tuple(rows[0][:MARK]) for row in rows):
+        return [text]
+    longest = int(max(row[0] for row in rows))
+    if longest > (len(rows[0]) - MARK) * _NUMBER_BYTES:
+        raise NoRoomError(longest)
+    contents = (b"".join(int(number).to_bytes(_NUMBER_BYTES, "little") for number in row[MARK:]) for row in rows)
+    return [content[: int(row[0])].decode() for content, row in zip(contents, rows, strict=True)]
 
 
 def of_rank(texts: Sequence[str], rank: int) -> str:

@@ -30,6 +30,7 @@ from typing import NoReturn
 import msgspec
 
 from rackrun.agent.host.numa_binding import bind
+from rackrun.agent.worker_start.heap_thresholds import keep_freed_memory
 from rackrun.agent.worker_start.job_signals import leave_to_agent
 from rackrun.agent.worker_start.progress_bars import BarFilter, FilteredStream
 from rackrun.agent.worker_start.torch_group_lifetime import keep_groups
@@ -76,6 +77,7 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
     with contextlib.suppress(OSError):  # then the agent has to poll
         hold(_page)
     _fresh_state(boot)
+    keep_freed_memory()
     _share_terminal(boot, _page)
     install(boot)
     threading.Thread(target=_tick, args=[_page], name="rackrun-tick", daemon=True).start()

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rackrun.frameworks.hf.loop_state import LoopRecord
+from rackrun.frameworks.hf.rank_results import RankResults
 from rackrun.frameworks.hf.unit_optimizer import UnitOptimizer
-from rackrun.frameworks.rank_texts import from_rank_0, mark, texts_of_ranks
+from rackrun.frameworks.rank_texts import from_rank_0
 from rackrun.frameworks.script_attributes import ScriptAttributes
 from rackrun.worker.data.loader import Loader
 from rackrun.worker.data.rng import reseed
@@ -26,9 +27,6 @@ from rackrun.worker.loop.run import Run
 from rackrun.worker.steps.step import Step
 
 __all__ = ["StepUnit", "StockMethods"]
-
-_GATE_VALUES_MAX = 4096
-"""The most numbers, of all ranks together, that travel with the gate. More have a collective of their own."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class StepUnit:
     ) -> None:
         self._trainer, self._stock, self._run, self._loader = trainer, stock, run, loader
         self._model, self._optimizer, self._record, self._own = model, optimizer, record, own
+        self._results = RankResults(run, own)
 
     def __call__(self, step: Step, at: int = 0, entered: str = "", fresh: str = "", own: str | None = None) -> None:
         """Do one step. ``at``: the Trainer's number of it. ``entered``: the loop's state when it began, and ``fresh``:
@@ -78,21 +77,21 @@ class StepUnit:
         own = self._own.changed() if own is None else own
         self._own.restore(own)
         try:
-            self._do(step, at, entered, fresh)
+            self._do(step, at, entered, fresh, own)
         finally:
             if is_trial:
                 self._own.restore(own)
 
-    def _do(self, step: Step, at: int, entered: str, fresh: str) -> None:
+    def _do(self, step: Step, at: int, entered: str, fresh: str, own: str) -> None:
         trainer, stock = self._trainer, self._stock
         taken = self._take(step)
         ranks = self._run._data_coordinate()[1]
         shards = self._run._batch_of(int(step)).shards
         counted = [one for one in taken if one.counts]
-        items, has_fresh = self._count_items([one.inputs for one in counted or _emptied(taken)], fresh)
+        wanted = self._results.room_wanted(own)
+        items, told = self._count_items([one.inputs for one in counted or _emptied(taken)], fresh, wanted)
         trainer.current_gradient_accumulation_steps = shards // ranks if shards % ranks == 0 else shards / ranks
         seen = trainer.state.num_input_tokens_seen
-        rows: list[tuple[float, ...]] = []
         flos = 0.0
         self._optimizer.within(True)
         try:
@@ -108,21 +107,15 @@ class StepUnit:
             tokens = trainer.state.num_input_tokens_seen - seen
             losses = torch.stack([value.reshape(()) for value in values]).double().tolist()
             losses += [0.0] * (self._most_micro_batches(shards, ranks) - len(losses))
-            with_gate, kept = not self._own.may_change and ranks * (len(losses) + 1) <= _GATE_VALUES_MAX, [""]
-            if with_gate:
-                step._gather_with_gate([*losses, flos])
-            else:
-                left = self._own.changed()
-                gathered = self._gather([*losses, flos, *mark(left)])
-                kept = texts_of_ranks(self._run, left, [row[-2:] for row in gathered])
-                rows = [tuple(row[:-2]) for row in gathered]
-            if has_fresh():
+            has_fresh, wanted = told()
+            self._results.offer(step, [*losses, flos], wanted)
+            if has_fresh:
                 fresh = from_rank_0(self._run, fresh)
             norm = stock.clip_grad_norm(self._model) if trainer.args.max_grad_norm > 0 else None
             norm = stock.get_grad_norm(self._model, grad_norm=norm)
             norm = norm.item() if isinstance(norm, torch.Tensor) else norm
             self._optimizer.step()
-            rows = step._gathered if with_gate else rows
+            rows, kept = self._results.take(step)
             rate, skipped = stock.get_learning_rate(), self._optimizer.skipped
             if not skipped and not _waits_for_metrics(trainer.lr_scheduler):
                 trainer.lr_scheduler.step()
@@ -146,23 +139,30 @@ class StepUnit:
         shares = self._run._world.share_changes.shares
         return max(shares) if shares and sum(shares) == shards else -(-shards // ranks)
 
-    def _count_items(self, batches: list[Any], fresh: str) -> tuple[Any, Callable[[], bool]]:
+    def _count_items(
+        self, batches: list[Any], fresh: str, wanted: float
+    ) -> tuple[Any, Callable[[], tuple[bool, float]]]:
         """Return the number of items in the step's batches as the Trainer counts it, and a function that returns whether
-        rank 0 has ``fresh`` logs. Collective; it takes the one collective that the stock Trainer takes, too."""
+        rank 0 has ``fresh`` logs, and the most that a rank has ``wanted``. Collective; it takes the one collective that
+        the stock Trainer takes, too."""
         trainer, size = self._trainer, self._run.world_size
         accelerator, device, logs = trainer.accelerator, trainer.args.device, float(len(fresh.encode()))
         rows: list[torch.Tensor] = []
 
         def gather(mine: torch.Tensor) -> torch.Tensor:
             """Return the ``mine`` of all ranks, one number each, as ``accelerator.gather`` does."""
-            row = torch.full((2,), logs, dtype=torch.float64, device=device)
+            row = torch.tensor([0.0, logs, wanted], dtype=torch.float64, device=device)
             row[0] = mine
             rows[:] = [torch.empty_like(row) for _ in range(size)]
             dist.all_gather(rows, row)
             return torch.stack(rows)[:, 0].to(mine.dtype)
 
+        def told() -> tuple[bool, float]:
+            of_ranks = torch.stack(rows)[:, 1:].tolist()
+            return of_ranks[0][0] > 0, max(bytes_wanted for _, bytes_wanted in of_ranks)
+
         if size == 1:
-            return self._stock.get_num_items_in_batch(batches, device), lambda: logs > 0
+            return self._stock.get_num_items_in_batch(batches, device), lambda: (logs > 0, wanted)
         accelerator.gather = gather
         try:
             items = self._stock.get_num_items_in_batch(batches, device)
@@ -170,7 +170,7 @@ class StepUnit:
             del accelerator.gather
         if not rows:  # this model's loss needs no count
             gather(torch.zeros((), device=device))
-        return items, lambda: bool(rows[0][1] > 0)
+        return items, told
 
     def _take(self, step: Step) -> list[_MicroBatch]:
         """Return the step's micro-batches of this rank: the Trainer counts their tokens before the first forward."""
@@ -194,15 +194,6 @@ class StepUnit:
                 return self._stock.training_step(self._model, inputs, items)
             finally:
                 del accelerator.backward
-
-    def _gather(self, mine: list[float]) -> list[list[float]]:
-        """Return this list of every rank."""
-        if self._run.world_size == 1:
-            return [mine]
-        row = torch.tensor(mine, dtype=torch.float64, device=self._run.device)
-        rows = [torch.empty_like(row) for _ in range(self._run.world_size)]
-        dist.all_gather(rows, row)
-        return [one.tolist() for one in rows]
 
 
 def _waits_for_metrics(scheduler: Any) -> bool:

@@ -46,6 +46,7 @@ class Step:
         """The sums over all ranks while the gate is still to come, in a step of several parts; None otherwise."""
         self._to_gather: tuple[float, ...] = ()
         """What `_gather_with_gate` was given."""
+        self._refuses_gathered: Callable[[list[tuple[float, ...]]], bool] | None = None
         self._last_given = False
         """Whether the current micro-batch is this rank's last of the step."""
         self._is_whole = False
@@ -157,16 +158,27 @@ class Step:
             )
         return self._sums("step.loss").loss
 
-    def _gather_with_gate(self, values: Sequence[float]) -> None:
+    def _gather_with_gate(
+        self, values: Sequence[float], refuses: Callable[[list[tuple[float, ...]]], bool] | None = None
+    ) -> None:
         """Offer these numbers to all ranks, before ``optimizer.step()``; `_gathered` returns those of each rank after it.
-        They travel with the gate, which takes no collective of its own. All ranks share as many."""
-        self._to_gather = tuple(values)
+        They travel with the gate, which takes no collective of its own. All ranks share as many.
+
+        ``refuses``: decides from the numbers of all ranks, alike on each, whether the step is to be done again."""
+        self._to_gather, self._refuses_gathered = tuple(values), refuses
+
+    def _refuses(self, sums: GateSums) -> bool:
+        """Whether what the ranks have shared is refused, as all ranks decide alike."""
+        return self._refuses_gathered is not None and self._refuses_gathered(self._rows(sums))
 
     @property
     def _gathered(self) -> list[tuple[float, ...]]:
         """What each rank has shared. Raises `StepError` before the last micro-batch's `backward`."""
-        shared, width = self._sums("what the ranks share").shared, len(self._to_gather)
-        return [shared[first : first + width] for first in range(0, len(shared), width)]
+        return self._rows(self._sums("what the ranks share"))
+
+    def _rows(self, sums: GateSums) -> list[tuple[float, ...]]:
+        width = len(self._to_gather)
+        return [sums.shared[first : first + width] for first in range(0, len(sums.shared), width)]
 
     def _sums(self, what: str) -> GateSums:
         """Return the sums over all ranks, for ``what`` is read from them."""
