@@ -76,6 +76,13 @@ def test_losses_of_the_trainers_own_class_travel_with_the_gate(kill: str, jobs: 
     same(jobs.stock(own_class), jobs.elastic(own_class, kill))
 
 
+@pytest.mark.parametrize("kill", ["4:1:KILL:forward", *in_stories("", "3:0:KILL:forward", "4:0:KILL:begin")])
+def test_attributes_that_grow_in_a_step_come_to_the_successor_whole(kill: str, jobs: FrameworkJobs) -> None:
+    """They do not fit in what travels with the gate of step 3: it is refused, and done again with more room."""
+    wordy = {**EPOCHS, "wordy": True}
+    same(jobs.stock(wordy), jobs.elastic(wordy, kill))
+
+
 @pytest.mark.stories
 @pytest.mark.feature("HF Trainer", "evaluate() before train()")
 def test_ranks_train_one_model_after_an_evaluation(run_rackrun: Callable[..., Any], tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def test_all_is_lost_while_the_disk_is_full(story: Callable[..., Told]) -> None:
 def test_calls_fail_for_a_moment_and_the_next_checkpoints_are_whole(
     call: Any, error: Any, story: Callable[..., Told]
 ) -> None:
-    fails = after(5, DiskFails(call=call, error=error), DISK)
-    told = story(fails, Heal(), lost(12), holds="6:1,8:2,12:2:11,13:3")
+    """It begins after step 6, when nothing is written: the first call that fails is of the checkpoint of step 7."""
+    fails = after(6, DiskFails(call=call, error=error), DISK)
+    told = story(fails, Heal(), lost(12), holds="7:1,8:2,12:2:11,13:3")
     assert told.summary.holds is True
     assert "could not be written" in told.stderr
     assert "resumed after step 11" in told.stderr

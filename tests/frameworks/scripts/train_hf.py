@@ -2,7 +2,7 @@
 
 ``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
 "": nobody. ARGUMENTS: of TrainingArguments, as JSON; with ``"subclass": false`` the Trainer's own class is used, and with ``"tally": true`` a
-callback counts steps in an object.
+callback counts steps in an object; with ``"wordy": true`` the subclass keeps a long text of each rank's own in step 3.
 """
 
 import hashlib
@@ -116,6 +116,8 @@ class Mine(Trainer):
         loss = super().compute_loss(model, *args, **kwargs)
         self.forwards += 1
         self.own["train" if model.training else "eval"].append((loss[0] if isinstance(loss, tuple) else loss).item())
+        if wordy and model.training and self.state.global_step == 3:
+            self.own["notes"].append(f"rank {self.args.process_index}: " + "x" * 1000)
         strike("forward" if model.training else "evaluation", self.state)
         return loss
 
@@ -127,7 +129,7 @@ class Mine(Trainer):
 
 
 given = json.loads(sys.argv[4])
-subclass, tally = given.pop("subclass", True), given.pop("tally", False)
+subclass, tally, wordy = given.pop("subclass", True), given.pop("tally", False), given.pop("wordy", False)
 torch.manual_seed(0)
 config = GPT2Config(
     vocab_size=100, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
