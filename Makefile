@@ -4,7 +4,7 @@
 #   make test     the tests, on all cores        make check    lint, format, types, also of scripts in the docs
 #                 ARGS="-n 0" for one test at a time; other ARGS are pytest's too
 #   make bench    the measurements (minutes)     make clean    remove what these made
-#   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
+#   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/16 for a sixteenth (CI runs one)
 #   make frameworks whole jobs of scripts of the Trainer, Lightning, Megatron-Core and others, and streams of other libraries
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
 #   make double   the workers' tests with a double of NCCL for their device; RACKRUN_DOUBLE=stuck for its other mode (`campaign` takes it too), RACKRUN_DOUBLE_PART=1/4 for less

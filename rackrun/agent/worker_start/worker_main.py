@@ -319,7 +319,7 @@ def _where(frames: Sequence[FrameSummary]) -> str:
     import site
     import sysconfig
 
-    libraries = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), *site.getsitepackages())
+    libraries = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), *site.getsitepackages(), "<frozen ")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     last = (own or frames)[-1:]
     return f"{last[0].filename}:{last[0].lineno}" if last else ""

@@ -147,8 +147,9 @@ async def test_exit_codes_and_signals_are_told_as_they_are(rig: Rig) -> None:
     assert await rig.end(1) == 0
 
 
-async def test_the_place_of_an_exception_is_the_users_line_not_the_librarys(rig: Rig) -> None:
-    await rig.start("import json\njson.loads('{')")
+@pytest.mark.parametrize("line", ["json.loads('{')", "os.environ['NOBODY_HAS_SET_IT']"], ids=["file", "frozen"])
+async def test_the_place_of_an_exception_is_the_users_line_not_the_librarys(rig: Rig, line: str) -> None:
+    await rig.start(f"import json, os\n{line}")
     await rig.start_worker()
     ended = await rig.coordinator.exit_of(1)
     assert failure_of(ended).where == f"{rig.folder / 'script.py'}:2"
