@@ -240,7 +240,7 @@ def test_a_smaller_batch_leaves_data_shards_where_they_are(train: Train) -> None
     how = {"batch": BATCH, "scale": ScaleLR("sqrt"), "reduction": "exact"}
     ended = train(script(), kill={1: after(5)}, **how, **SHRINK)
     assert ended.exit_code == 0, ended
-    assert [plan.world_size for plan in ended.plans] == [2], ended
+    assert ended.plans[0].world_size == 2, ended  # it may grow again before its end
     read: dict[int, list[int]] = {}
     for where in sorted(ended.ids):
         for sample in ended.samples(where):
