@@ -28,7 +28,7 @@ print(faults[-1])
 """
 
 
-@pytest.mark.skipif("glibc" not in os.confstr("CS_GNU_LIBC_VERSION"), reason="another C library")
+@pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="another C library")
 def test_a_step_gets_the_pages_that_the_step_before_has_freed() -> None:
     faults = subprocess.run([sys.executable, "-c", PROBE, "kept"], capture_output=True, text=True, check=True).stdout
     assert int(faults) < 100, "of 8192 pages"
