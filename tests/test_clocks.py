@@ -19,7 +19,7 @@ WALL: dict[str, int] = {
     "rackrun/coordinator/journal/journal_writer.py": 3,  # beside the monotonic time of each row, so that people can read it
     "rackrun/coordinator/sinks/sink_host.py": 1,  # beside each value, so that loggers can show it
     "rackrun/ctl/ckpt/ckpt_commands.py": 9,  # the age of files
-    "rackrun/agent/worker_start/fork_server.py": 1,  # the same
+    "rackrun/agent/host/tensor_files.py": 1,  # the same
     "rackrun/worker/snapshots/durable_checkpoints.py": 1,  # the same
     "checkpoint/manager/save_handle.py": 1,  # the same
     "rackrun/launch/run/run_directory.py": 1,  # a run's name

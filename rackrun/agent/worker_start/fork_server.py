@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ from typing import NoReturn
 import msgspec
 
 from rackrun.agent.host import proc
-from rackrun.agent.host.tensor_files import remove_tensor_files
+from rackrun.agent.host.tensor_files import TensorFiles
 from rackrun.agent.worker_start.worker_main import exec_fresh, run_worker
 from rackrun.link.process import descriptor_limit
 from rackrun.link.process.import_speed import without_collections
@@ -202,9 +201,9 @@ def _serve(connection: socket.socket, agent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     proc.close_other_fds([connection.fileno()])
-    code, started = 0, time.time()
+    code, files = 0, TensorFiles()
     try:
-        server = _Server(connection, started)
+        server = _Server(connection, files)
         gc.collect()
         gc.freeze()  # what children share they need not look through, and so copy, in every full collection
         server.run()
@@ -213,16 +212,16 @@ def _serve(connection: socket.socket, agent: int) -> NoReturn:
         _say(f"failed\n{traceback.format_exc()}")
     finally:
         if proc.kill_tree(os.getpid()):
-            remove_tensor_files(_reap_all(), since=started)
+            _reap_all(files)
+            files.remove()
         os._exit(code)
 
 
 class _Server:
     """The server's side."""
 
-    def __init__(self, connection: socket.socket, started: float) -> None:
-        self._connection = connection
-        self._started = started
+    def __init__(self, connection: socket.socket, files: TensorFiles) -> None:
+        self._connection, self._files = connection, files
         self._script = msgspec.msgpack.decode(connection.recv(_PACKET_BYTES_MAX), type=ScriptConfig)
         self._workers: dict[int, Worker] = {}
         self._pid_of: dict[int, int] = {}  # pidfd -> pid
@@ -294,18 +293,20 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         self._answer(Reaped(worker, status))
-        remove_tensor_files((pid,), self._started)
+        self._files.reaped(pid, status)
+        self._files.remove()
 
     def _reap_adopted(self) -> None:
         """Reap grandchildren whose parents died, which no other process would reap."""
-        reaped: list[int] = []
+        found = False
         with contextlib.suppress(ChildProcessError):
             while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if info.si_pid in self._workers:
                     break  # workers are reaped through their pidfds
-                os.waitpid(info.si_pid, 0)
-                reaped.append(info.si_pid)
-        remove_tensor_files(reaped, self._started)
+                self._files.reaped(*os.waitpid(info.si_pid, 0))
+                found = True
+        if found:
+            self._files.remove()
 
     def _answer(self, answer: Forked | Reaped, *fds: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone: the next poll says so
@@ -328,12 +329,10 @@ def unsound_because() -> str:
     return ""
 
 
-def _reap_all() -> list[int]:
-    reaped: list[int] = []
+def _reap_all(files: TensorFiles) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
-            reaped.append(os.waitpid(-1, 0)[0])
-    return reaped
+            files.reaped(*os.waitpid(-1, 0))
 
 
 def _say(text: str) -> None:

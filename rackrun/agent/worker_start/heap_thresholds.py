@@ -15,8 +15,9 @@ def keep_freed_memory() -> None:
     up to 32 MB, and keeps up to 64 MB free at its top.
 
     It adjusts them whenever a large block is freed. Before that, tensors on the host that each step frees go back to
-    the kernel, which clears their pages for the next step: 4 % of a step of a small transformer. Does nothing where the
-    user has set the thresholds (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``), or has another allocator.
+    the kernel, which clears their pages for the next step (a few percent of a step of a small transformer on a CPU).
+    Does nothing where the user has set the thresholds (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``), or has
+    another allocator.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (

@@ -1,10 +1,11 @@
 """What each rank has computed in a step, brought to all of them: its numbers, and the attributes of the script's own.
 
-Both travel with the step's gate, so that a step takes no collective more than the stock Trainer's.
+Both travel with the step's gate where they are short enough, and else in a collective of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,8 @@ from rackrun.worker.steps.step import Step
 
 __all__ = ["RankResults"]
 
+_FIRST_STEPS = 3
+"""Steps of a process in which it learns by how much the attributes grow: they are gathered before the gate there."""
 _GATE_VALUES_MAX = 4096
 """The most numbers, of all ranks together, that travel with the gate. More have a collective of their own."""
 
@@ -34,6 +37,8 @@ class RankResults:
 
     def __init__(self, run: Run, own: ScriptAttributes) -> None:
         self._run, self._own = run, own
+        self._steps, self._entered, self._growth = 0, 0, 0
+        """Attempts so far; bytes of the attributes at the beginning of this one; the most that they grew in one."""
         self._longest = 0
         """Bytes of the longest attributes for which there was no room."""
         self._room = 0
@@ -42,15 +47,21 @@ class RankResults:
         self._early_texts: list[str] = []
 
     def room_wanted(self, entered: str) -> float:
-        """Return how many bytes the attributes may have in this step. ``entered``: those that it begins with."""
-        return float(max(len(entered.encode()), self._longest)) if self._own.may_change else 0.0
+        """Return how many bytes the attributes may have in this step: inf where that is not known yet, 0 where there are
+        none. ``entered``: those that it begins with."""
+        self._entered, self._steps = len(entered.encode()), self._steps + 1
+        if not self._own.may_change:
+            return 0.0
+        known = self._steps > _FIRST_STEPS
+        return max(1.0, self._entered + 2.0 * self._growth, self._longest) if known else math.inf
 
     def offer(self, step: Step, values: Sequence[float], wanted: float) -> None:
         """Offer ``values``, as many as all ranks offer, and what the script's attributes are now, before
         ``optimizer.step()``. ``wanted``: the most `room_wanted` of all ranks."""
         self._left, self._early, run = self._own.changed() if self._own.may_change else "", None, self._run
-        self._room = room_for_text(wanted) if self._own.may_change else 0
-        if run.world_size * (len(values) + self._room) <= _GATE_VALUES_MAX:
+        self._growth = max(self._growth, len(self._left.encode()) - self._entered)
+        self._room = room_for_text(wanted) if 0 < wanted < math.inf else 0
+        if wanted < math.inf and run.world_size * (len(values) + self._room) <= _GATE_VALUES_MAX:
             text = numbers_of_text(self._left, self._room) if self._room else []
             step._gather_with_gate([*values, *text], self._has_no_room if self._room else None)
             return
@@ -73,7 +84,8 @@ class RankResults:
             return values, [self._left]
 
     def _has_no_room(self, rows: list[tuple[float, ...]]) -> bool:
-        """Whether a rank's attributes were too long. The step is done again, with more room."""
+        """Whether a rank's attributes have grown by more than twice what they did before. The step is done again, with
+        more room: no rank can tell the others before the gate without one more collective in each step."""
         try:
             self._texts(rows)
         except NoRoomError as error:

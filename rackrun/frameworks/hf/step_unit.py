@@ -143,16 +143,16 @@ class StepUnit:
         self, batches: list[Any], fresh: str, wanted: float
     ) -> tuple[Any, Callable[[], tuple[bool, float]]]:
         """Return the number of items in the step's batches as the Trainer counts it, and a function that returns whether
-        rank 0 has ``fresh`` logs, and the most that a rank has ``wanted``. Collective; it takes the one collective that
-        the stock Trainer takes, too."""
+        rank 0 has ``fresh`` logs, and the most that a rank has ``wanted``. Collective: one, which the stock Trainer takes
+        too, except for models whose loss needs no count."""
         trainer, size = self._trainer, self._run.world_size
         accelerator, device, logs = trainer.accelerator, trainer.args.device, float(len(fresh.encode()))
         rows: list[torch.Tensor] = []
 
         def gather(mine: torch.Tensor) -> torch.Tensor:
             """Return the ``mine`` of all ranks, one number each, as ``accelerator.gather`` does."""
-            row = torch.tensor([0.0, logs, wanted], dtype=torch.float64, device=device)
-            row[0] = mine
+            row = torch.zeros(3, dtype=torch.float64, device=device)
+            row[0], row[1], row[2] = mine, logs, wanted
             rows[:] = [torch.empty_like(row) for _ in range(size)]
             dist.all_gather(rows, row)
             return torch.stack(rows)[:, 0].to(mine.dtype)

@@ -311,8 +311,9 @@ class UnitAttempt:
             raise changed_between(parts.undo.changed_between)
         self.rollback_incomplete = sums.rollback_incomplete > 0
         self.changed_between_units = sums.changed_between > 0 and not parts.corruption.on
-        refused = self.rollback_incomplete or self.changed_between_units or self.step._refuses(sums)
-        return parts.nan.refuses(at, sums) or refused
+        if self.rollback_incomplete or self.changed_between_units or self.step._refuses(sums):
+            return True
+        return parts.nan.refuses(at, sums)
 
     def delivered_ids(self) -> np.ndarray[Any, Any]:
         """Return the ids of all samples delivered so far, int64."""

@@ -16,11 +16,11 @@ __all__ = ["judge_post_gate_failures", "leave_changed_between", "leave_torn", "l
 
 
 def leave_torn(rank: int, at: Position, changed: Sequence[str]) -> None:
-    """End this process: what it has ``changed`` in the unit at ``at``, which broke, has no copy to put back."""
+    """End this process: what it has ``changed`` in the unit at ``at``, which does not count, has no copy to put back."""
     unit = f"step {at.step}" if not at.phase else f"a phase after step {at.step}"
     leave(
         rank,
-        f"changed {_listed(changed)} in {unit}, which broke, and has no copy to put back. "
+        f"changed {_listed(changed)} in {unit}, which does not count, and has no copy to put back. "
         "Remedy: change it in every step from the first, or after optimizer.step(), and by operations that torch counts "
         "(not through .data).",
     )

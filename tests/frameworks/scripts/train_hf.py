@@ -2,7 +2,7 @@
 
 ``train_hf.py FOLDER KIND KILL [ARGUMENTS]``. KIND: ``stock``, ``elastic`` or ``framework``. KILL: ``STEP:RANK:SIGNAL:WHERE``, once for the job;
 "": nobody. ARGUMENTS: of TrainingArguments, as JSON; with ``"subclass": false`` the Trainer's own class is used, and with ``"tally": true`` a
-callback counts steps in an object; with ``"wordy": true`` the subclass keeps a long text of each rank's own in step 3.
+callback counts steps in an object; with ``"wordy": true`` the subclass keeps a long text in step 3 that differs per rank.
 """
 
 import hashlib
